@@ -1,0 +1,1 @@
+"""The loop that composes the five packages, and its command line."""
