@@ -10,7 +10,6 @@ _PUBLIC = {
     "Unsupported": "registry", "Op": "registry",
     "Device": "device", "current_device": "device",
     "SyntheticBatch": "batch",
-    "batch_invariant": "invariant",
     "logp": "ops.logp", "linear_logp": "ops.linear_logp", "ratio_kl": "ops.ratio_kl",
     "Objective": "ops.objective", "Mismatch": "ops.objective", "Reduction": "ops.objective",
     "PolicyLoss": "ops.policy_loss", "policy_loss": "ops.policy_loss", "grpo_loss": "ops.grpo_loss",
