@@ -37,6 +37,8 @@ TEST_EXTRAS = {
 TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "hypothesis", "numpy", "transformers", "safetensors")
 HEAVY = ("vllm", "deepspeed", "ray", "transformers", "flashinfer", "flash_attn", "triton")
 SOURCES = ("src", "packages", "tests", "benchmarks", "examples", "noxfile.py")
+# The extra vllm and torch need different versions of it, and a constraint holds for every extra at once.
+UNPINNED = ("cuda-bindings",)
 
 PRESENCE = """
 import sys, torch
@@ -217,13 +219,21 @@ def repin(session: nox.Session) -> None:
             "uv", "export", "--quiet", "--no-hashes", "--no-emit-workspace", "--no-annotate", "--no-header",
             external=True, silent=True,
         )  # fmt: skip
-        pins = [line.split(";")[0].strip() for line in (exported or "").splitlines() if "==" in line]
+        lines = [line for line in (exported or "").splitlines() if "==" in line]
+        pins = [pin(line) for line in lines if line.partition("==")[0] not in UNPINNED]
         path.write_text(replace_pins(before, pins))
         sync(session)
         session.run("pytest", *session.posargs)
     except BaseException:
         path.write_text(before)
         raise
+
+
+def pin(line: str) -> str:
+    """An exported requirement without the platform that `[tool.uv] environments` states already."""
+    requirement, _, marker = line.partition(" ; ")
+    kept = [part for part in marker.split(" and ") if part.startswith("python_")]
+    return f"{requirement} ; {' and '.join(kept)}" if kept else requirement
 
 
 def replace_pins(text: str, pins: list[str]) -> str:
