@@ -74,7 +74,7 @@ def test_the_cut_into_micro_batches_changes_no_gradient(name, dtype, make_model,
     for split in SPLITS.values():
         gradient, split_loss = window_gradient(model, rollout, config, split, old)
         assert relative(gradient, whole) <= BOUND[dtype], split
-        assert split_loss == pytest.approx(loss, rel=1e-5 if dtype == torch.float32 else 1e-10, abs=1e-7)
+        assert split_loss == pytest.approx(loss, rel=BOUND[dtype], abs=BOUND[dtype] / 10)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "bnpo", "dr_grpo"])
@@ -146,7 +146,7 @@ def test_against_a_plain_full_batch_loss(name, mode, low, high, temperature, mak
     expected = plain_loss(model, rollout, advantages, old, mode=mode, low=low, high=high, kl_coef=0.1)
     expected.backward()
     plain = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert loss == pytest.approx(float(expected), rel=1e-6)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
     assert relative(gradient, plain) <= 1e-6
 
 

@@ -70,6 +70,7 @@ def test_metrics_against_an_oracle(make_model, make_rollout, oracle_logps):
         own = torch.cat([oracle_logps(model, c, 0.7) for c in rollout.completions])
     engine = torch.cat([torch.tensor(c.logps, dtype=torch.float64) for c in rollout.completions])
     reference = torch.cat([torch.tensor(c.scores.ref_logps, dtype=torch.float64) for c in rollout.completions])
+    entropy = mean_entropy(model, rollout)
     got = LocalWorker(CausalLMPolicy(model), config).train(rollout).metrics
     drift, rho = (own - engine).abs(), (own - engine).clamp(-20, 20).exp()
     gap = (reference - own).clamp(-20, 20)
@@ -90,10 +91,10 @@ def test_metrics_against_an_oracle(make_model, make_rollout, oracle_logps):
         "tokens": float(len(own)),
         "skipped": 0.0,
         "lr": config.lr,
+        "entropy": entropy,
     }
     for name, value in expected.items():
         assert got[name] == pytest.approx(float(value), rel=1e-6, abs=1e-9), name
-    assert got["entropy"] == pytest.approx(mean_entropy(model, rollout), rel=1e-6)
 
 
 def mean_entropy(model, rollout):
@@ -276,10 +277,9 @@ def test_truncated_sampling_without_what_it_needs_is_refused(make_model, make_ro
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: replace(c, logps=c.logps[:-1]), "completion 3: .* in logps"),
         (lambda c: replace(c, logps=(math.nan, *c.logps[1:])), "completion 3: logps holds a value that is not finite"),
         (lambda c: replace(c, scores=replace(c.scores, ref_logps=None)), "1 of 8 completions have none"),
-        (lambda c: replace(c, scores=replace(c.scores, ref_logps=())), "completion 3: .* in scores.ref_logps"),
+        (lambda c: replace(c, scores=replace(c.scores, ref_logps=())), "completion 3: . tokens but 0 scores.ref_logps"),
         (lambda c: replace(c, scores=replace(c.scores, reward=math.nan)), "completion 3 of group 0: reward nan"),
     ],
 )

@@ -1,7 +1,8 @@
 """Checkpoints in one safetensors file: written whole or not at all, read without running any code.
 
 Tensors lie under `weights/`, `optimizer/` and `rng/`; everything else is JSON in the file's metadata. The file is
-written to a temporary sibling folder, flushed to the disk and renamed, so a kill or a full disk leaves the previous checkpoint.
+written to a temporary sibling folder, flushed to the disk and renamed, so a kill or a full disk leaves the previous
+checkpoint.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +14,9 @@ from rlk_rollout.records import Completion, Rollout
 from rlk_rollout.tokens import TokenBatch, plan_micro_batches
 from rlk_train.advantages import rollout_advantages
 from rlk_train.contract import TrainConfig
+
+# Rounding sets the two log-probs of an untruncated token apart by less than this.
+_NEGLIGIBLE_BIAS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def select_samples(rollout: Rollout, config: TrainConfig) -> Selection:
             f"the rollout was drawn at temperature {temperature}: greedy completions have no sampling distribution to "
             "train under; draw the training rollout at a temperature above 0"
         )
-    truncates = _truncates(rollout)
+    truncates = rollout.sampling.truncates
     temperature_only = truncates and config.truncated_policy == "temperature_only"
     advantages = rollout_advantages(
         rollout, scale=config.advantage_scale, ddof=config.advantage_ddof, eps=config.advantage_eps
@@ -165,28 +168,17 @@ def _columns(rows: Sequence[Sequence[float] | None], dtype: torch.dtype, device:
     return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in filled], dtype=dtype, device=device)
 
 
-def _truncates(rollout: Rollout) -> bool:
-    sampling = rollout.sampling
-    return bool(sampling.top_k or (sampling.top_p is not None and sampling.top_p < 1.0) or sampling.min_p)
-
-
 def _cut_short(completion: Completion) -> bool:
     return completion.finish_reason == "length"
 
 
 def _check_completion(place: int, completion: Completion, truncates: bool, config: TrainConfig) -> None:
     wanted = len(completion.token_ids)
-    columns = {"logps": completion.logps}
-    if truncates and config.truncated_policy == "temperature_only":
-        columns["temperature_logps"] = completion.temperature_logps
-    if completion.scores is not None and completion.scores.ref_logps is not None:
-        columns["scores.ref_logps"] = completion.scores.ref_logps
+    references = completion.scores.ref_logps if completion.scores is not None else None
+    if references is not None and len(references) != wanted:
+        raise ValueError(f"completion {place}: {wanted} tokens but {len(references)} scores.ref_logps; give one each")
+    columns = {"logps": completion.logps, "scores.ref_logps": references or ()}
     for name, values in columns.items():
-        if values is None or len(values) != wanted:
-            given = "none" if values is None else str(len(values))
-            raise ValueError(
-                f"completion {place}: {wanted} tokens but {given} in {name}; the producer must give one a token"
-            )
         if not math.isfinite(sum(values)):
             raise ValueError(f"completion {place}: {name} holds a value that is not finite")
     if truncates:
@@ -196,10 +188,10 @@ def _check_completion(place: int, completion: Completion, truncates: bool, confi
 def _check_support(place: int, completion: Completion, policy: str) -> None:
     if policy == "refuse":
         raise ValueError(
-            "the rollout was drawn with top-k, top-p or min-p and truncated_policy='refuse'; sample without "
-            "truncation, or choose 'replay' (log-probs under the recorded support) or 'temperature_only' (biased, and reported)"
+            "the rollout was drawn with top-k, top-p or min-p and truncated_policy='refuse'; sample untruncated, "
+            "or choose 'replay' (log-probs under the recorded support) or 'temperature_only' (biased, and reported)"
         )
-    if policy == "replay" and (completion.support is None or len(completion.support) != len(completion.token_ids)):
+    if policy == "replay" and completion.support is None and _largest_bias([completion]) > _NEGLIGIBLE_BIAS:
         raise ValueError(
             f"completion {place} was drawn with top-k, top-p or min-p but records no support to replay; let the engine "
             "record it, sample without truncation, or choose truncated_policy='temperature_only' (biased, and reported)"
@@ -217,9 +209,16 @@ def _has_reference(samples: Sequence[Sample], needed: bool) -> bool:
     return bool(have) and all(have)
 
 
+def _biases(completions: Iterable[Completion]) -> list[float]:
+    """Per token, the processed minus the temperature-only log-prob: -log of the probability that truncation kept."""
+    return [p - t for c in completions for p, t in zip(c.logps, c.temperature_logps)]
+
+
+def _largest_bias(completions: Iterable[Completion]) -> float:
+    return max(map(abs, _biases(completions)), default=0.0)
+
+
 def _truncation_bias(samples: Sequence[Sample]) -> dict[str, float]:
-    gaps = [p - t for s in samples for p, t in zip(s.completion.logps, s.completion.temperature_logps)]
-    return {
-        "truncation/bias_mean": sum(gaps) / len(gaps) if gaps else 0.0,
-        "truncation/bias_max": max(gaps, default=0.0),
-    }
+    biases = _biases(sample.completion for sample in samples)
+    mean = sum(biases) / len(biases) if biases else 0.0
+    return {"truncation/bias_mean": mean, "truncation/bias_max": max(biases, default=0.0)}
