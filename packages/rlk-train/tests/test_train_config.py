@@ -47,6 +47,8 @@ def test_contradictions_are_refused():
         TrainConfig(reduction=Reduction("token_mean", denominator=3))
     with pytest.raises(ValueError, match="mismatch"):
         TrainConfig(old_logps="rollout", objective=Objective(mismatch=Mismatch("token", "truncate")))
+    with pytest.raises(ValueError, match="max_length"):
+        TrainConfig(objective=Objective("dr_grpo"))
     with pytest.raises(TypeError, match="objective"):
         TrainConfig(objective="grpo")
 

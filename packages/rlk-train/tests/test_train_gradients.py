@@ -77,7 +77,7 @@ def test_the_cut_into_micro_batches_changes_no_gradient(name, dtype, make_model,
         assert split_loss == pytest.approx(loss, rel=BOUND[dtype], abs=BOUND[dtype] / 10)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "bnpo", "dr_grpo", "token_sum"])
 def test_two_ranks_sum_to_one(name, make_model, make_rollout, oracle_logps):
     objective, reduction = OBJECTIVES[name]
     config = TrainConfig(objective=objective, reduction=reduction)

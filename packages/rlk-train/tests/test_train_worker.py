@@ -148,10 +148,15 @@ def test_one_window_of_old_log_probs_recomputed_equals_none(make_model, make_rol
 
 
 def test_rollout_log_probs_as_old_ones_give_the_mismatch_ratio(make_model, make_rollout):
-    got = LocalWorker(CausalLMPolicy(make_model()), TrainConfig(old_logps="rollout")).train(make_rollout()).metrics
-    assert got["ratio/max"] == pytest.approx(got["rho/max"], rel=1e-6)
-    assert got["ratio/mean"] == pytest.approx(got["rho/mean"], rel=1e-6)
+    got, expected = (
+        LocalWorker(CausalLMPolicy(make_model()), TrainConfig(old_logps=source)).train(make_rollout()).metrics
+        for source in ("rollout", "auto")
+    )
+    assert got["ratio/max"] == pytest.approx(expected["rho/max"], rel=1e-6)
+    assert got["ratio/mean"] == pytest.approx(expected["rho/mean"], rel=1e-6)
     assert got["ratio/max"] > 1.5
+    assert got["rho/max"] == 1.0
+    assert got["drift/mean"] == pytest.approx(expected["drift/mean"], rel=1e-6)
 
 
 def poisoned(make_model):

@@ -40,28 +40,22 @@ def rollout_advantages(rollout: Rollout, *, scale: str = "group", ddof: int = 1,
     """
     if not rollout.groups:
         return Advantages((), {"advantages/abs_mean": 0.0, "groups/degenerate": 0.0})
-    width = max(len(group.completions) for group in rollout.groups)
-    rewards = torch.zeros(len(rollout.groups), width, dtype=torch.float64)
-    scored = torch.zeros(len(rollout.groups), width, dtype=torch.bool)
-    for row, group in enumerate(rollout.groups):
-        for column, completion in enumerate(group.completions):
-            reward = _reward(row, column, completion)
-            if reward is not None:
-                rewards[row, column], scored[row, column] = reward, True
-    table = group_advantages(rewards, mask=scored, scale=scale, ddof=ddof, eps=eps)
+    rewards = [
+        [_reward(row, i, c) for i, c in enumerate(group.completions)] for row, group in enumerate(rollout.groups)
+    ]
+    width = max(map(len, rewards))
+    padded = [[*row, *[None] * (width - len(row))] for row in rewards]
+    scored = torch.tensor([[reward is not None for reward in row] for row in padded])
+    table = torch.tensor([[reward or 0.0 for reward in row] for row in padded], dtype=torch.float64)
+    table = group_advantages(table, mask=scored, scale=scale, ddof=ddof, eps=eps)
     kept = table[scored]
     degenerate = ((table == 0) | ~scored).all(dim=1)
-    return Advantages(
-        tuple(
-            float(table[row, column]) if scored[row, column] else None
-            for row, group in enumerate(rollout.groups)
-            for column in range(len(group.completions))
-        ),
-        {
-            "advantages/abs_mean": float(kept.abs().mean()) if kept.numel() else 0.0,
-            "groups/degenerate": float(degenerate.double().mean()),
-        },
-    )
+    metrics = {
+        "advantages/abs_mean": float(kept.abs().mean()) if kept.numel() else 0.0,
+        "groups/degenerate": float(degenerate.double().mean()),
+    }
+    values = (zip(row, advantages) for row, advantages in zip(rewards, table.tolist()))
+    return Advantages(tuple(None if r is None else a for pairs in values for r, a in pairs), metrics)
 
 
 def _reward(row: int, column: int, completion: Completion) -> float | None:

@@ -155,6 +155,7 @@ class TrainConfig:
     def _check_objective(self) -> None:
         if not isinstance(self.objective, Objective) or not isinstance(self.reduction, Reduction):
             raise TypeError("objective and reduction must be rlk_ops.Objective and rlk_ops.Reduction")
+        self.reduction.resolve(self.objective)
         if self.reduction.denominator is not None:
             raise ValueError(
                 f"reduction.denominator={self.reduction.denominator} was given; the worker computes it over each "

@@ -6,12 +6,13 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlk_ops.ops.policy_loss import merge_metrics
 from rlk_rollout.records import Rollout
 from rlk_train.checkpoint import (
     Checkpoint,
@@ -22,19 +23,25 @@ from rlk_train.checkpoint import (
     write_checkpoint,
 )
 from rlk_train.contract import Policy, TooManySkippedSteps, TrainConfig, TrainResult
+from rlk_train.drift import drift, rollout_gap
 from rlk_train.objective import loss_share, window_reduction
 from rlk_train.optimizer import MasterAdamW
 from rlk_train.samples import MicroBatch, Selection, build_micro_batch, pack_micro_batches, select_samples
 from rlk_train.schedule import learning_rate
-from rlk_train.statistics import Tally, mismatch_statistics
 from rlk_weightsync import Publisher, Update
 
 
 @dataclass(frozen=True)
 class _Update:
     selection: Selection
-    tally: Tally
     old_logps: list[torch.Tensor] | None
+    gaps: list[torch.Tensor]
+    losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of all micro-batches together, fetched from the device at once; empty where there was none."""
+        merged = {**merge_metrics(self.losses), **drift(self.gaps)}
+        return dict(zip(merged, torch.stack([value.double() for value in merged.values()]).tolist())) if merged else {}
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,8 @@ class LocalWorker:
         """
         started = time.perf_counter()
         selection = select_samples(rollout, self.config)
-        tally = Tally()
-        update = _Update(selection, tally, self._starting_logps(selection, tally))
+        gaps: list[torch.Tensor] = []
+        update = _Update(selection, self._starting_logps(selection, gaps), gaps)
         windows = [
             self._window(update, chosen, number) for number, chosen in enumerate(self._deal(len(selection.samples)))
         ]
@@ -102,9 +109,10 @@ class LocalWorker:
         seconds = time.perf_counter() - started
         metrics = {
             **_summary(windows),
-            **tally.result(),
+            **update.metrics(),
             **selection.metrics,
             "lr": windows[-1].lr if windows else learning_rate(self.config, self.step),
+            "sequences": float(len(selection.samples)),
             "tokens": float(tokens),
             "tokens_per_s": tokens * self.config.epochs / seconds,
             "seconds": seconds,
@@ -175,7 +183,7 @@ class LocalWorker:
             windows = (order[count * part // parts : count * (part + 1) // parts] for part in range(parts))
             yield from filter(None, windows)
 
-    def _starting_logps(self, selection: Selection, tally: Tally) -> list[torch.Tensor] | None:
+    def _starting_logps(self, selection: Selection, gaps: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Per sample, its (T_i,) log-probs under the policy that the update starts from; None where none are needed."""
         if self.config.old_logps == "rollout":
             return [torch.tensor(s.rollout_logps, dtype=self._dtype, device=self._device) for s in selection.samples]
@@ -187,7 +195,7 @@ class LocalWorker:
             batch = self._batch(selection, rows)
             with torch.no_grad():
                 logps = self.policy(batch.tokens, temperature=selection.temperature, entropy=False).logps
-            _tally_mismatch(tally, logps, batch)
+            gaps.append(rollout_gap(logps, batch.rollout_logps, batch.tokens.completion_mask))
             recorded.update((i, row[: selection.completion_lengths[i]]) for i, row in zip(rows, logps))
         return [recorded[i] for i in every]
 
@@ -207,9 +215,9 @@ class LocalWorker:
             share.loss.backward()
             self._optimizer.collect()
             losses.append(share.loss.detach())
-            update.tally.add(share.metrics, batch.token_count)
+            update.losses.append(share.metrics)
             if at_start:
-                _tally_mismatch(update.tally, output.logps, batch)
+                update.gaps.append(rollout_gap(output.logps, batch.rollout_logps, batch.tokens.completion_mask))
         return self._take_step(torch.stack(losses).sum())
 
     def _take_step(self, loss: torch.Tensor) -> _Window:
@@ -254,10 +262,6 @@ class LocalWorker:
             {name: value for name, value in current.items() if name not in may_differ},
             "Use the saved values, or name the fields that were changed on purpose in load(path, may_differ=...)",
         )
-
-
-def _tally_mismatch(tally: Tally, logps: torch.Tensor, batch: MicroBatch) -> None:
-    tally.add(mismatch_statistics(logps, batch.rollout_logps, batch.tokens.completion_mask), batch.token_count)
 
 
 def _summary(windows: Sequence[_Window]) -> dict[str, float]:

@@ -8,6 +8,7 @@ however the window was cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rlk_ops import Objective, PolicyLoss, Reduction, policy_loss
 from rlk_train.contract import PolicyOutput
@@ -38,11 +39,14 @@ def window_reduction(
         the mean of the ranks' means. An empty window has denominator 1: its shares are 0.
     """
     own = reduction.window_denominator(objective, lengths)
-    if objective.name == "bnpo" and reduction.mode == "default":
+    mode = reduction.resolve(objective)
+    if mode == "token_sum":
+        total = own
+    elif objective.name == "bnpo" and mode == "token_mean":
         total = own * reduce_sum(1.0)
     else:
         total = reduce_sum(own)
-    return Reduction(reduction.mode, denominator=max(total, 1.0), max_length=reduction.max_length)
+    return replace(reduction, denominator=max(total, 1.0))
 
 
 def loss_share(output: PolicyOutput, batch: MicroBatch, *, objective: Objective, reduction: Reduction) -> PolicyLoss:

@@ -73,7 +73,6 @@ class MicroBatch:
         rollout_logps: (B, T) as the engine reported them.
         ref_logps: (B, T) of the frozen reference, or None.
         old_logps: (B, T) of the policy at the start of the update, or None where that is the policy itself.
-        token_count: completion tokens that count.
     """
 
     tokens: TokenBatch
@@ -81,7 +80,6 @@ class MicroBatch:
     rollout_logps: torch.Tensor
     ref_logps: torch.Tensor | None
     old_logps: torch.Tensor | None
-    token_count: int
 
 
 def select_samples(rollout: Rollout, config: TrainConfig) -> Selection:
@@ -158,7 +156,6 @@ def build_micro_batch(
         rollout_logps=_columns([s.rollout_logps for s in samples], dtype, device),
         ref_logps=_columns(references, dtype, device) if selection.has_reference else None,
         old_logps=None if old_logps is None else pad_sequence([old_logps[i] for i in chosen], batch_first=True),
-        token_count=sum(selection.completion_lengths[i] for i in chosen),
     )
 
 
