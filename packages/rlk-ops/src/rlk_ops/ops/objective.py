@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -103,7 +103,7 @@ class Objective:
             et al., 2025), `cispo` (MiniMax-M1, 2025), `sapo` (Gao et al., 2025), `gmpo` (Zhao et al., 2025) or
             `reinforce`. It decides the per-token loss and the default reduction.
         clip_low: the ratio is clipped at 1 - clip_low (`gmpo`: the log-ratio at -clip_low). None: the objective's own
-            default; after construction it is a number where the objective clips.
+            default; :attr:`clip_range` is what holds.
         clip_high: the ratio is clipped at 1 + clip_high (`gmpo`: the log-ratio at clip_high).
         dual_clip: c > 1; for A < 0 the loss is at most -c A (Ye et al., 2020).
         delta: upper bound of the unclipped ratio, past the clip (INTELLECT-2, 2025).
@@ -144,7 +144,6 @@ class Objective:
         _check_number("cispo_upper", self.cispo_upper, above=0.0)
         self._check_tau()
         self._check_use()
-        self._settle_clip()
         self._check_bounds()
 
     @property
@@ -153,9 +152,12 @@ class Objective:
         return _MEMBERS[self.name].per_sequence
 
     @property
-    def clips(self) -> bool:
-        """Whether the objective uses clip_low and clip_high."""
-        return {"clip_low", "clip_high"} <= self._used()
+    def clip_range(self) -> tuple[float, float]:
+        """The (low, high) distances of the clip, defaults filled in; infinite where the objective does not clip."""
+        low, high = _MEMBERS[self.name].clip or (math.inf, math.inf)
+        if "clip_low" not in self._used():
+            return math.inf, math.inf
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
     def _used(self) -> frozenset[str]:
         used = _MEMBERS[self.name].uses
@@ -197,20 +199,14 @@ class Objective:
             _check_number("sapo_tau", value, above=0.0)
         object.__setattr__(self, "sapo_tau", tuple(self.sapo_tau))
 
-    def _settle_clip(self) -> None:
-        default = _MEMBERS[self.name].clip
-        if not self.clips or default is None:
-            return
-        for option, value in zip(("clip_low", "clip_high"), default, strict=True):
-            if getattr(self, option) is None:
-                object.__setattr__(self, option, value)
-            _check_number(option, getattr(self, option), least=0.0)
-
     def _check_bounds(self) -> None:
+        for option in ("clip_low", "clip_high"):
+            if getattr(self, option) is not None:
+                _check_number(option, getattr(self, option), least=0.0)
         if self.dual_clip is not None:
             _check_number("dual_clip", self.dual_clip, above=1.0)
         if self.delta is not None:
-            high = self.clip_high or 0.0
+            high = self.clip_range[1]
             _check_number("delta", self.delta, above=math.exp(high) if self.name == "gmpo" else 1.0 + high)
 
 
@@ -301,7 +297,7 @@ class Reduction:
             raise ValueError(f"max_length: {mode} does not use it, got {self.max_length}; leave it out")
 
 
-def _token_counts(lengths: Sequence[int] | Tensor) -> Iterable[int]:
+def _token_counts(lengths: Sequence[int] | Tensor) -> Sequence[int]:
     if not isinstance(lengths, Tensor):
         return lengths
     if lengths.ndim == 2:
