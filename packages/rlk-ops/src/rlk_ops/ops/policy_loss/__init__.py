@@ -34,7 +34,7 @@ class PolicyLoss(NamedTuple):
 @op(
     check=check_arguments,
     differentiable=("logps", "entropy"),
-    masked=("logps", "advantages", "old_logps", "ref_logps", "rollout_logps", "entropy"),
+    masked=("logps", "old_logps", "ref_logps", "rollout_logps", "entropy"),
     invariant=True,
 )
 def policy_loss(

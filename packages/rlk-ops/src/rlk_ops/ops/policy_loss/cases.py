@@ -22,7 +22,7 @@ def reduction_for(name: str) -> Reduction:
 
 def ragged_mask(batch: int, width: int, generator: torch.Generator) -> torch.Tensor:
     """(B, T) bool: right padding of random width, a hole here and there, the last of several rows empty."""
-    lengths = torch.randint(1, width + 1, (batch, 1), generator=generator)
+    lengths = torch.randint(0, width + 1, (batch, 1), generator=generator)
     if batch > 2:
         lengths[-1] = 0
     return (torch.arange(width) < lengths) & (torch.rand(batch, width, generator=generator) < 0.95)
