@@ -117,9 +117,10 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, logp_grad: Tensor, entropy_grad: Tensor | None) -> Any:
-        hidden, weight, bias, *saved = ctx.saved_tensors
+        hidden, weight, bias, normaliser, logps, entropies = ctx.saved_tensors
         head = _Head(hidden, weight, bias, ctx.rows.transform)
-        upstream = _Upstream(ctx.rows.token_ids, *saved, logp_grad, entropy_grad if ctx.entropy else None)
+        entropy_grad = entropy_grad if ctx.entropy else None
+        upstream = _Upstream(ctx.rows.token_ids, normaliser, logps, entropies, logp_grad, entropy_grad)
         with ieee_float32():
             return (*_gradients(head, upstream, ctx.tiles, ctx.needs_input_grad[:3]), None, None, None)
 
