@@ -74,6 +74,14 @@ def test_another_model_is_refused_and_nothing_changes(tmp_path, make_model):
         assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
+def test_another_set_of_trained_parameters_is_refused(tmp_path, make_model):
+    LocalWorker(CausalLMPolicy(make_model()), CONFIG).save(tmp_path / "c")
+    model = make_model()
+    model.model.norm.weight.requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"trained parameters: model\.norm\.weight: saved trained, here absent"):
+        LocalWorker(CausalLMPolicy(model), CONFIG).load(tmp_path / "c")
+
+
 def test_another_configuration_is_refused_unless_named(tmp_path, make_model):
     LocalWorker(CausalLMPolicy(make_model()), CONFIG).save(tmp_path / "c", extra={"at": 3})
     changed = replace(CONFIG, total_steps=80, objective=Objective("dapo", kl_coef=0.2))
@@ -85,6 +93,7 @@ def test_another_configuration_is_refused_unless_named(tmp_path, make_model):
     with pytest.raises(CheckpointError, match="total_steps"):
         worker.load(tmp_path / "c", may_differ=["objective.kl_coef"])
     assert worker.load(tmp_path / "c", may_differ=["objective.kl_coef", "total_steps"]) == {"at": 3}
+    assert worker.load(tmp_path / "c", may_differ=iter(["objective", "total_steps"])) == {"at": 3}
     with pytest.raises(ValueError, match="total_stepz"):
         worker.load(tmp_path / "c", may_differ=["total_stepz"])
 

@@ -197,6 +197,15 @@ def test_too_many_skipped_steps_in_a_row_raise(make_model, make_rollout):
     assert same_bits(model, before)
 
 
+def test_a_good_step_starts_the_count_of_skipped_ones_anew(make_model, make_rollout):
+    worker = LocalWorker(CausalLMPolicy(poisoned(make_model)), TrainConfig(skip_limit=2))
+    bad = with_tokens(make_rollout(), lambda t: BAD_TOKEN)
+    good = with_tokens(make_rollout(), lambda t: 8 if t == BAD_TOKEN else t)
+    assert [worker.train(rollout).skipped for rollout in (bad, good, bad, good, bad)] == [1, 0, 1, 0, 1]
+    with pytest.raises(TooManySkippedSteps, match="2 optimizer steps"):
+        worker.train(bad)
+
+
 def failed(_, completion):
     return replace(completion, scores=Scores(reward=None, rewards={}, ref_logps=None, error="timed out"))
 

@@ -139,6 +139,7 @@ class LocalWorker:
         optimizer = {f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()}
         state = {
             "config": _flat(asdict(self.config)),
+            "trained": list(self._optimizer.parameters),
             "step": self.step,
             "weight_version": self._weight_version,
             "skipped_in_a_row": self._skipped_in_a_row,
@@ -152,7 +153,7 @@ class LocalWorker:
 
         Args:
             path: of the file.
-            may_differ: names of configuration fields (`lr`, `objective.kl_coef`) that were changed on purpose.
+            may_differ: configuration fields changed on purpose: `lr`, `objective.kl_coef`, or all of `objective`.
 
         Returns:
             The `extra` that was given to :meth:`save`.
@@ -163,7 +164,7 @@ class LocalWorker:
         """
         checkpoint = read_checkpoint(path, self._device)
         weights, optimizer = _section(checkpoint, "weights/"), _section(checkpoint, "optimizer/")
-        self._check(checkpoint, weights, set(may_differ))
+        self._check(checkpoint, weights, may_differ)
         with torch.no_grad():
             for name, tensor in self.policy.state_dict().items():
                 tensor.copy_(weights[name])
@@ -245,11 +246,12 @@ class LocalWorker:
     ) -> MicroBatch:
         return build_micro_batch(selection, rows, dtype=self._dtype, device=self._device, old_logps=old_logps)
 
-    def _check(self, checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor], may_differ: set[str]) -> None:
+    def _check(self, checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor], may_differ: Iterable[str]) -> None:
         saved, current = checkpoint.state["config"], _flat(asdict(self.config))
-        unknown = may_differ - current.keys()
+        names = list(may_differ)
+        unknown = [name for name in names if not any(_named(field_name, [name]) for field_name in current)]
         if unknown:
-            raise ValueError(f"may_differ names no field of TrainConfig: {', '.join(sorted(unknown))}")
+            raise ValueError(f"may_differ: TrainConfig has no field {', '.join(unknown)}")
         check_same(
             "model",
             {name: _description(tensor) for name, tensor in weights.items()},
@@ -257,11 +259,22 @@ class LocalWorker:
             "Load it into a worker of the model that it was saved from",
         )
         check_same(
+            "set of trained parameters",
+            dict.fromkeys(checkpoint.state["trained"], "trained"),
+            dict.fromkeys(self._optimizer.parameters, "trained"),
+            "Set requires_grad as it was when the checkpoint was saved",
+        )
+        check_same(
             "configuration",
-            {name: value for name, value in saved.items() if name not in may_differ},
-            {name: value for name, value in current.items() if name not in may_differ},
+            {name: value for name, value in saved.items() if not _named(name, names)},
+            {name: value for name, value in current.items() if not _named(name, names)},
             "Use the saved values, or name the fields that were changed on purpose in load(path, may_differ=...)",
         )
+
+
+def _named(field_name: str, names: Sequence[str]) -> bool:
+    """Whether one of the names is the configuration field, or one that contains it."""
+    return any(f"{field_name}.".startswith(f"{name}.") for name in names)
 
 
 def _summary(windows: Sequence[_Window]) -> dict[str, float]:
