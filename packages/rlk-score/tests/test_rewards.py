@@ -60,7 +60,9 @@ def answers(reward, texts, **options):
 
 def test_bad_samples_fail_alone_and_order_is_kept():
     def reward(text, example):
-        return {"nan": float("nan"), "inf": float("inf"), "word": "high", "none": None, "true": True}.get(text, len(text))
+        return {"nan": float("nan"), "inf": float("inf"), "word": "high", "none": None, "true": True}.get(
+            text, len(text)
+        )
 
     outcomes = answers(reward, ["abc", "nan", "inf", "word", "none", "true", "ab"])
     assert [outcome.value for outcome in outcomes] == [3.0, None, None, None, None, 1.0, 2.0]

@@ -5,6 +5,8 @@ The trainer's policy and the scorer's reference both come here, so that what one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -126,3 +128,16 @@ def _head_logps(
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:
     """Values into the True slots of a mask, 0 elsewhere, with gradients."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+@contextmanager
+def evaluation(module: nn.Module) -> Iterator[None]:
+    """Within the block: no gradients and every submodule in eval mode (no dropout); restores each one's mode."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for child in training:
+            child.training = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -68,8 +68,9 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on another device."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return TokenBatch(*(value if value is None else value.to(device) for value in values))
+        columns: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: column.to(device) for name, column in columns.items() if column is not None}
+        return replace(self, **moved)
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from rlk_rollout.causal_lm import evaluation
 from rlk_rollout.records import Completion
 from rlk_rollout.tokens import TokenBatch, plan_micro_batches
-from rlk_score.models import ScoringModel, SequenceRewardModel, scoring_mode
+from rlk_score.models import ScoringModel, SequenceRewardModel
 
 
 def over_micro_batches(
@@ -35,7 +36,7 @@ def over_micro_batches(
     rows: list[Any] = [None] * len(completions)
     lengths = [len(c.prompt_ids) + len(c.token_ids) for c in completions]
     plan = plan_micro_batches(lengths, token_budget)
-    with scoring_mode(model.module):
+    with evaluation(model.module):
         for indices in plan:
             batch = TokenBatch.from_completions([completions[i] for i in indices]).to(device)
             output = forward(batch)

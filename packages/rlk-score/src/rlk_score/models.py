@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -126,16 +124,3 @@ class SequenceRewardModel:
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         score: Any = self._module.score
         return score(hidden[rows, last])[:, 0].float()
-
-
-@contextmanager
-def scoring_mode(module: nn.Module) -> Iterator[None]:
-    """Within the block: no gradients and every submodule in eval mode (no dropout); restores each one's mode."""
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for child in training:
-            child.training = True

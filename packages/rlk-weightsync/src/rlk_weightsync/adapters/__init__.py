@@ -1,0 +1,1 @@
+"""Adapters that put imported tensors into an engine."""

@@ -1,0 +1,1 @@
+"""Ways for the bytes of an update to reach a consumer."""
