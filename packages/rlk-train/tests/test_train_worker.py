@@ -268,9 +268,10 @@ def test_truncated_sampling_replays_the_support(make_model, make_rollout, oracle
     assert "truncation/bias_mean" not in got
 
 
-def test_temperature_only_reports_its_bias(make_model, make_rollout, oracle_logps):
+@pytest.mark.parametrize("record", [True, False])
+def test_temperature_only_reports_its_bias(record, make_model, make_rollout, oracle_logps):
     model = make_model()
-    rollout = truncated(make_rollout, model, oracle_logps, record=False)
+    rollout = truncated(make_rollout, model, oracle_logps, record=record)
     got = LocalWorker(CausalLMPolicy(model), TrainConfig(truncated_policy="temperature_only")).train(rollout).metrics
     gaps = [p - t for c in rollout.completions for p, t in zip(c.logps, c.temperature_logps)]
     assert got["drift/max"] <= 1e-5
