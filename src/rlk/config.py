@@ -13,6 +13,7 @@ from rlk.errors import InputError
 from rlk_rollout import Sampling
 from rlk_train import TrainConfig
 
+NONE = "none"
 DTYPES = ("float32", "bfloat16", "float64")
 ENGINES = {"transformers": None, "vllm": "vLLM"}
 TRAINERS = {"local": None, "deepspeed": "DeepSpeed", "fsdp": "FSDP", "ray": "Ray"}
@@ -41,11 +42,9 @@ class ModelConfig:
         _choice("engine", self.engine, ENGINES)
         _choice("trainer", self.trainer, TRAINERS)
         if ENGINES[self.engine]:
-            raise ValueError(
-                f"engine={self.engine!r}: {ENGINES[self.engine]} is not in this version; use 'transformers'"
-            )
+            raise ValueError(f"engine={self.engine!r}: {ENGINES[self.engine]} is not in this version; use transformers")
         if TRAINERS[self.trainer]:
-            raise ValueError(f"trainer={self.trainer!r}: {TRAINERS[self.trainer]} is not in this version; use 'local'")
+            raise ValueError(f"trainer={self.trainer!r}: {TRAINERS[self.trainer]} is not in this version; use local")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    sampling: Sampling = field(default_factory=lambda: Sampling(n=8))
+    sampling: Sampling = field(default_factory=Sampling)
     reward: RewardConfig = field(default_factory=RewardConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -153,7 +152,10 @@ class RunConfig:
         """The configuration as TOML; None values are left out."""
         import tomli_w
 
-        return tomli_w.dumps(_plain(asdict(self)))
+        document = _plain(asdict(self))
+        if self.train.max_grad_norm is None:
+            document["train"]["max_grad_norm"] = NONE  # TOML has no null, and the default is not None
+        return tomli_w.dumps(document)
 
 
 def load_config(path: str | Path | None, overrides: Mapping[str, Any]) -> RunConfig:
@@ -172,6 +174,9 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any]) -> RunCon
             _set(given, name, value)
     if given.get("model", {}).get("path") is None and given.get("data", {}).get("prompts") is None:
         given = _over_task_defaults(given)
+    for name, value in (("sampling.n", 8), ("train.report_entropy", True)):
+        if name not in dict(_flat(given)):
+            _set(given, name, value)
     config: RunConfig = _build(RunConfig, given, "")
     return config
 
@@ -225,8 +230,6 @@ def _build(cls: Any, given: Any, where: str) -> Any:
             raise InputError(f"config: unknown key {where}{name}{hint}")
         nested = _nested(known[name])
         values[name] = _build(nested, value, f"{where}{name}.") if nested else _value(known[name], value, where + name)
-    if cls is RunConfig:
-        values.setdefault("sampling", Sampling(n=8))
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:
@@ -243,6 +246,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     accepted = [getattr(option, "__origin__", option) for option in (get_args(hint) or (hint,))]
     if str(hint).startswith("tuple"):
         accepted = [tuple]
+    if value == NONE and type(None) in accepted:
+        return None
     value = tuple(value) if isinstance(value, list) else value
     if isinstance(value, int) and not isinstance(value, bool) and float in accepted and int not in accepted:
         value = float(value)

@@ -1,6 +1,6 @@
 """The embedded default: a model, a tokenizer and a task made on the spot, so that a first run needs no download.
 
-The task is to spell digits: `english 3 1 4 =` asks for `three one four`, `french 3 1 4 =` for `trois un quatre`. The
+The task is to spell digits: `english 3 1 4 =` asks for `three one four`, `spanish 3 1 4 =` for `tres uno cuatro`. The
 reward is the fraction of words that are right in their places. The right word depends on the instruction, the digit
 and its place, so whatever a policy says without reading the prompt is right at most one time in twenty a word.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 LANGUAGES = {
     "english": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
-    "french": ("zéro", "un", "deux", "trois", "quatre", "cinq", "six_", "sept", "huit", "neuf"),
+    "spanish": ("cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve"),
 }
 DIGITS = 3
 HELD_OUT = 200

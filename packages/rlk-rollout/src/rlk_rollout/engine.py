@@ -26,10 +26,11 @@ class PromptError(ValueError):
 
     Attributes:
         index: its place in the call.
+        problem: what is wrong with it.
     """
 
     def __init__(self, index: int, problem: str) -> None:
-        self.index = index
+        self.index, self.problem = index, problem
         super().__init__(f"prompt {index}: {problem}")
 
 

@@ -1,0 +1,116 @@
+"""The parts of a run, composed from its configuration: data, policy, engine, rewards, reference, worker, publisher."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlk.config import RunConfig
+from rlk.data import Prompts, embedded, load_prompts, split
+from rlk.errors import InputError
+from rlk.task import make_model, make_task, make_tokenizer
+from rlk_ops import Device
+from rlk_rollout import PromptError, RolloutEngine
+from rlk_rollout.transformers import load_model
+from rlk_score import ReferenceModel, Reward, StatelessExecutor, resolve_reward
+from rlk_train import CausalLMPolicy, LocalWorker
+from rlk_weightsync import Local, Publisher
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        train: the prompts to learn on.
+        held_out: the prompts to evaluate on.
+        engine: holds its own copy of the weights.
+        worker: holds the policy.
+        publisher: from the worker to the engine.
+        rewards: function to weight.
+        reference: scores the frozen initial policy; None where the objective has no KL penalty.
+    """
+
+    train: Prompts
+    held_out: Prompts
+    engine: RolloutEngine
+    worker: LocalWorker
+    publisher: Publisher
+    rewards: Mapping[Any, float]
+    reference: StatelessExecutor | None
+
+
+def build_parts(config: RunConfig) -> Parts:
+    """Load and check everything that a run needs; writes nothing.
+
+    Raises:
+        InputError: a model, a file, a reward or a prompt cannot be used.
+    """
+    rewards = _rewards(config)
+    train, held_out = _prompts(config)
+    model, tokenizer = _model(config)
+    # The engine's own copy: rollouts see the weights that were published to it and no others.
+    engine = RolloutEngine.load(
+        copy.deepcopy(model).requires_grad_(False),
+        tokenizer=tokenizer,
+        max_batch_sequences=config.loop.max_batch_sequences,
+    )
+    for prompts in (train, held_out):
+        _check_prompts(engine, prompts)
+    reference = None
+    if config.train.objective.kl_coef > 0:
+        reference = StatelessExecutor(
+            ReferenceModel.frozen_copy(model), micro_batch_tokens=config.train.micro_batch_tokens
+        )
+    try:
+        worker = LocalWorker(CausalLMPolicy(model), config.train)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"model {config.model.path}: cannot be trained: {error}") from error
+    publisher = Publisher(Local(), run_id="rlk", integrity=config.loop.weight_digests)
+    return Parts(train, held_out, engine, worker, publisher, rewards, reference)
+
+
+def _rewards(config: RunConfig) -> dict[Reward, float]:
+    weights = config.reward.weights or (1.0,) * len(config.reward.names)
+    try:
+        return {resolve_reward(name): weight for name, weight in zip(config.reward.names, weights, strict=True)}
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from error
+
+
+def _prompts(config: RunConfig) -> tuple[Prompts, Prompts]:
+    if config.data.prompts is None:
+        task = make_task(config.loop.seed)
+        return embedded(task.train, "embedded task"), embedded(task.held_out, "embedded held-out task")
+    prompts = load_prompts(config.data.prompts)
+    if config.data.eval_prompts is not None:
+        return prompts, load_prompts(config.data.eval_prompts)
+    return split(prompts, config.data.held_out, config.loop.seed)
+
+
+def _model(config: RunConfig) -> tuple[torch.nn.Module, Any]:
+    try:
+        device = Device.parse(config.model.device).torch_device
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"model.device: {error}") from error
+    dtype = getattr(torch, config.model.dtype)  # one of rlk.config.DTYPES
+    if config.model.path is None:
+        tokenizer = make_tokenizer()
+        return make_model(config.loop.seed, len(tokenizer)).to(device=device, dtype=dtype), tokenizer
+    try:
+        model, tokenizer = load_model(config.model.path, dtype=dtype, device=device)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return model.eval(), tokenizer
+
+
+def _check_prompts(engine: RolloutEngine, prompts: Prompts) -> None:
+    for index, example in enumerate(prompts.examples):
+        try:
+            engine.encode(example, index)
+        except PromptError as error:
+            raise InputError(f"{prompts.places[index]}: {error.problem}") from error
