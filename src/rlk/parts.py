@@ -52,7 +52,7 @@ def build_parts(config: RunConfig) -> Parts:
     """
     rewards = _rewards(config)
     train, held_out = _prompts(config)
-    model, tokenizer = _model(config)
+    model, tokenizer = build_policy(config)
     # The engine's own copy: rollouts see the weights that were published to it and no others.
     engine = RolloutEngine.load(
         copy.deepcopy(model).requires_grad_(False),
@@ -92,7 +92,12 @@ def _prompts(config: RunConfig) -> tuple[Prompts, Prompts]:
     return split(prompts, config.data.held_out, config.loop.seed)
 
 
-def _model(config: RunConfig) -> tuple[torch.nn.Module, Any]:
+def build_policy(config: RunConfig) -> tuple[torch.nn.Module, Any]:
+    """The model to train, on its device and in its dtype, and its tokenizer.
+
+    Raises:
+        InputError: the device or the model cannot be had.
+    """
     try:
         device = Device.parse(config.model.device).torch_device
     except (RuntimeError, ValueError) as error:
