@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlk_ops import sample
+from rlk_ops import logp, sample
 from rlk_ops.ops.sample import sampling_support
 from rlk_ops.ops.sample.philox import gumbel, philox4x32, random_words
 
@@ -225,6 +225,20 @@ def test_logps_are_wide_whatever_the_logits(dtype: torch.dtype) -> None:
     assert not logps.requires_grad
     expected = torch.log_softmax(logits.detach().double() / 0.8, -1).gather(1, token_ids[:, None])[:, 0]
     torch.testing.assert_close(logps.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 1.3, "top_k": 200, "min_p": 0.01}]
+)
+def test_logps_have_the_bits_of_logp(options: dict[str, Any], dtype: torch.dtype) -> None:
+    logits = (torch.randn(9, 1543, generator=torch.Generator().manual_seed(8)) * 3).to(dtype)
+    token_ids, logps = sample(logits, **options, seeds=torch.arange(9), positions=torch.arange(9))
+    support = sampling_support(logits, **options)
+    temperature = options.get("temperature", 1.0)
+    assert torch.equal(logp(logits, token_ids, temperature=temperature, support=support, impl="reference"), logps)
+    by_row = torch.full((9,), temperature)
+    assert torch.equal(logp(logits, token_ids, temperature=by_row, support=support, impl="reference"), logps)
 
 
 def test_a_banned_column_is_never_drawn_and_strides_do_not_matter() -> None:

@@ -182,7 +182,8 @@ def _cases() -> Iterator[Case]:
     for name in OBJECTIVES:
         options: dict[str, Any] = {"objective": Objective(name), "reduction": reduction_for(name)}
         yield Case(name, _draw(3, 9, 8, 33, **options))
-        yield Case(f"small_{name}", _small(**options), frozenset({"gradcheck"}))
+        if name != "cispo":  # its weight is behind a stop-gradient, which finite differences do not see
+            yield Case(f"small_{name}", _small(**options), frozenset({"gradcheck"}))
     yield Case("qwen3_8b", _draw(4, 2048, 4096, 151936), frozenset({"bench"}))
 
 

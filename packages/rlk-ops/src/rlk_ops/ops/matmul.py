@@ -63,12 +63,10 @@ def _strided(generator: torch.Generator) -> dict[str, Any]:
 
 
 def _extreme(generator: torch.Generator) -> dict[str, Any]:
-    """Large terms that cancel: a narrow accumulator would lose the rest."""
-    a = torch.randn(5, 64, generator=generator, dtype=torch.float64) * 1e3
-    b = torch.randn(64, 9, generator=generator, dtype=torch.float64)
-    a[:, 32:] = -a[:, :32]
-    b[32:] = b[:32] + torch.randn(32, 9, generator=generator, dtype=torch.float64) * 2**-6
-    return {"a": a, "b": b}
+    """Rows of very different sizes."""
+    arguments = _product(7, 64, columns=9)(generator)
+    arguments["a"] *= torch.logspace(-4, 3, 7, dtype=torch.float64)[:, None]
+    return arguments
 
 
 @matmul.cases

@@ -11,21 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from rlk_ops.ops.arguments import check_floating, check_positive, check_same, check_shape
 from rlk_ops.ops.precision import wide
+from rlk_ops.ops.trees import row_sum
 from rlk_ops.registry import op
 from rlk_ops.testing.case import Case, ErrorCase
-
-
-def _row_mean(x: Tensor) -> Tensor:
-    """Mean over the last dimension by one fixed tree: halves added element by element.
-
-    A library's reduction may cut a row differently when there are few rows; an elementwise sum has nothing to cut.
-    """
-    width = x.shape[-1]
-    total = torch.nn.functional.pad(x, (0, (1 << (width - 1).bit_length()) - width))
-    while total.shape[-1] > 1:
-        half = total.shape[-1] // 2
-        total = total[..., :half] + total[..., half:]
-    return total / width
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -33,7 +21,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = torch.rsqrt(_row_mean(wide(x).square()) + eps)
+        inverse = torch.rsqrt(row_sum(wide(x).square()) / x.shape[-1] + eps)
         ctx.save_for_backward(x, weight, inverse)
         return (wide(x) * inverse * wide(weight)).to(x.dtype)
 
@@ -45,7 +33,7 @@ class _RmsNorm(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             scaled = grad * wide(weight)
-            grad_x = (inverse * (scaled - unit * _row_mean(scaled * unit))).to(x.dtype)
+            grad_x = (inverse * (scaled - unit * row_sum(scaled * unit) / x.shape[-1])).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * unit).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         return grad_x, grad_weight, None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlk_ops.ops.attention.reduction import by_sequence, prepend, select_visible, visible_keys, with_a_key
-from rlk_ops.ops.precision import reduced_float32
+from rlk_ops.ops.precision import reduced_float32, wide
 
 
 def refusal(
@@ -60,13 +60,15 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | Non
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    # On a CPU the fused kernel rounds its probabilities to bfloat16 between the two products; float32 costs no more.
+    queries, keys, values = (wide(x) if x.device.type == "cpu" else x for x in (q, k, v))
     result = scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
+        queries.transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
         attn_mask=None if visible is None else visible[:, None].expand(len(q), -1, -1, -1),
         is_causal=causal,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return result.transpose(1, 2)
+    return result.transpose(1, 2).to(q.dtype)

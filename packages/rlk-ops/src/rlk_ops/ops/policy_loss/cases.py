@@ -125,7 +125,8 @@ def _cases() -> Iterator[Case]:
     )
     for name, objective, reduction in _options():
         yield Case(name, draw(6, 21, objective=objective, reduction=reduction))
-        yield Case(f"small_{name}", _small(objective, reduction), frozenset({"gradcheck"}))
+        if objective.name != "cispo":  # its weight is behind a stop-gradient, which finite differences do not see
+            yield Case(f"small_{name}", _small(objective, reduction), frozenset({"gradcheck"}))
     yield Case("rollout_1024x8192", draw(1024, 8192, spread=0.05), frozenset({"bench"}))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlk_ops.ops.arguments import check_device, check_integers, check_shape
 from rlk_ops.ops.sample.philox import gumbel
 from rlk_ops.ops.sample.support import check_logits, check_options, kept, sampling_support, scale, usable_rows
 from rlk_ops.registry import op
@@ -16,7 +17,6 @@ from rlk_ops.testing.case import Case, ErrorCase
 __all__ = ["sample", "sampling_support"]
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p")
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 def _check(
@@ -25,13 +25,9 @@ def _check(
     check_logits(logits)
     check_options(logits, temperature, top_k, top_p, min_p)
     for name, value in (("seeds", seeds), ("positions", positions)):
-        if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
-            given = value.dtype if isinstance(value, Tensor) else repr(value)
-            raise TypeError(f"{name}: expected an integer tensor of shape ({len(logits)},), got {given}")
-        if value.shape != logits.shape[:1]:
-            raise ValueError(f"{name}: expected shape ({len(logits)},), one per row, got {tuple(value.shape)}")
-        if value.device != logits.device:
-            raise ValueError(f"{name}: is on {value.device}, but logits is on {logits.device}; move it there")
+        check_integers(name, value, "(B,)")
+        check_shape(name, value, (len(logits),), "(B,), one per row,")
+        check_device(name, value, "logits", logits)
 
 
 @op(check=_check, rows=("logits", *_OPTIONS, "seeds", "positions"), invariant=True)

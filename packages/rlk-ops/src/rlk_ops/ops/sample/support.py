@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlk_ops.ops.arguments import check_device, check_floating
+from rlk_ops.ops.precision import wide
+from rlk_ops.ops.trees import row_sum, running_sum
+
 _FIRST_CANDIDATES = 1024  # a nucleus is rarely larger; sorting all of a 50k-token row costs ten times as much
 
 
 def check_logits(logits: Tensor) -> None:
     """Raise unless `logits` is a floating-point (B, V) with V >= 1."""
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        given = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise TypeError(f"logits: expected a floating-point tensor of shape (B, V), got {given}")
-    if logits.ndim != 2 or logits.shape[1] == 0:
+    check_floating("logits", logits, "(B, V)", ndim=2)
+    if logits.shape[1] == 0:
         raise ValueError(f"logits: expected shape (B, V) with V >= 1, got {tuple(logits.shape)}")
 
 
@@ -27,8 +29,7 @@ def check_row_option(
             raise TypeError(f"{name}: expected {kind} or a (B,) tensor of them, got dtype {value.dtype}")
         if value.shape != logits.shape[:1]:
             raise ValueError(f"{name}: expected {kind} or shape ({logits.shape[0]},), got {tuple(value.shape)}")
-        if value.device != logits.device:
-            raise ValueError(f"{name}: is on {value.device}, but logits is on {logits.device}; move it there")
+        check_device(name, value, "logits", logits)
         inside = (value > low if low_open else value >= low) & (value <= high)
         ok = bool(inside.all())
     else:
@@ -64,10 +65,10 @@ def scale(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
 
     A greedy row, temperature 0, is scaled by 1.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    by = column(temperature, wide, wide.dtype)
+    values = wide(logits)
+    by = column(temperature, values, values.dtype)
     greedy = by == 0
-    return wide / torch.where(greedy, 1, by), greedy
+    return values / torch.where(greedy, 1, by), greedy
 
 
 def usable_rows(scaled: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def _top_k_threshold(scaled: Tensor, top_k: int | Tensor) -> Tensor:
 
 def _top_p_threshold(scaled: Tensor, top: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
     """The logit of the last token of the nucleus among those at or above `floor`; -inf where `top_p` is 1."""
-    wanted = top_p.double() * _mass(scaled, top, floor).sum(-1, keepdim=True)
+    wanted = top_p.double() * row_sum(_mass(scaled, top, floor))
     likely = scaled.topk(min(_FIRST_CANDIDATES, scaled.shape[1])).values
     threshold, reached = _nucleus_edge(likely, top, floor, wanted)
     larger = ~(reached | (top_p == 1) | ~top.isfinite()).squeeze(1)
@@ -117,7 +118,7 @@ def _top_p_threshold(scaled: Tensor, top: Tensor, floor: Tensor, top_p: Tensor) 
 
 
 def _nucleus_edge(descending: Tensor, top: Tensor, floor: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    reached = _mass(descending, top, floor).cumsum(-1)
+    reached = running_sum(_mass(descending, top, floor))
     before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
     last = (before < wanted).sum(-1, keepdim=True).clamp(min=1) - 1
     return descending.gather(1, last), reached[:, -1:] >= wanted
