@@ -51,7 +51,7 @@ def build_parts(config: RunConfig) -> Parts:
         InputError: a model, a file, a reward or a prompt cannot be used.
     """
     rewards = _rewards(config)
-    train, held_out = _prompts(config)
+    train, held_out = load_run_prompts(config)
     model, tokenizer = build_policy(config)
     # The engine's own copy: rollouts see the weights that were published to it and no others.
     engine = RolloutEngine.load(
@@ -82,7 +82,12 @@ def _rewards(config: RunConfig) -> dict[Reward, float]:
         raise InputError(str(error)) from error
 
 
-def _prompts(config: RunConfig) -> tuple[Prompts, Prompts]:
+def load_run_prompts(config: RunConfig) -> tuple[Prompts, Prompts]:
+    """The prompts to train on and those to evaluate on.
+
+    Raises:
+        InputError: a file cannot be used; names file and line.
+    """
     if config.data.prompts is None:
         task = make_task(config.loop.seed)
         return embedded(task.train, "embedded task"), embedded(task.held_out, "embedded held-out task")
@@ -92,7 +97,7 @@ def _prompts(config: RunConfig) -> tuple[Prompts, Prompts]:
     return split(prompts, config.data.held_out, config.loop.seed)
 
 
-def build_policy(config: RunConfig) -> tuple[torch.nn.Module, Any]:
+def build_policy(config: RunConfig) -> tuple[Any, Any]:
     """The model to train, on its device and in its dtype, and its tokenizer.
 
     Raises:
