@@ -139,9 +139,7 @@ def make_plan(config: RunConfig) -> Plan:
         step_tokens=tokens,
         step_flops=2.0 * parameters * tokens * forwards,
         measured_flops=_measure_flops(config),
-        decode_bytes=float(
-            parameters * itemsize * config.sampling.max_tokens * -(-sequences // config.loop.max_batch_sequences)
-        ),
+        decode_bytes=float(parameters * itemsize * config.sampling.max_tokens * batches),
         measured_bandwidth=_measure_bandwidth(config),
         steps=config.loop.steps,
     )

@@ -197,7 +197,7 @@ class Op(Generic[R]):
         asked = impl or _forced.get().get(self.name) or _from_environment().get(self.name)
         if asked is not None:
             return self._asked(asked, bound)
-        reasons = {}
+        reasons: dict[str, str] = {}
         for name, candidate in self.implementations.items():
             why = self._refusal(candidate, bound)
             if why is None:

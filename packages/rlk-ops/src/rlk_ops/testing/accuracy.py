@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.autograd.gradcheck import gradcheck as finite_differences
 
 from rlk_ops.testing.tensors import map_tensors, named_tensors, sliced, transposed
 from rlk_ops.testing.trial import Arguments, Skip, Trial, tensors_only
+
+_DETERMINISTIC: Any = torch.utils.deterministic  # its stub lacks the switch
 
 ALL_COMBINATIONS = 4  # arguments up to which every combination of requires_grad is tried
 
@@ -152,13 +155,13 @@ def _need_gradients(trial: Trial) -> None:
 @contextlib.contextmanager
 def _poisoned_memory() -> Iterator[None]:
     """PyTorch's deterministic mode fills what torch.empty gives with NaN (integers: the largest value)."""
-    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    mode, filled = torch.get_deterministic_debug_mode(), _DETERMINISTIC.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    _DETERMINISTIC.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        _DETERMINISTIC.fill_uninitialized_memory = filled
         torch.set_deterministic_debug_mode(mode)
