@@ -14,7 +14,7 @@ QUESTION = "What is {a} + {b}? Answer with the number only."
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder (default: here)")
-    parser.add_argument("--largest", type=int, default=30, help="largest summand (default: 30)")
+    parser.add_argument("--largest", type=int, default=20, help="largest summand (default: 20)")
     parser.add_argument("--held-out", type=int, default=100, help="how many sums are held out (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -72,7 +72,8 @@ def test_replacing_scores_leaves_the_rollout_alone():
     ("options", "message"),
     [
         ({"n": 0}, "n=0"), ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"), ({"min_p": 1.5}, "min_p"), ({"max_tokens": 0}, "max_tokens"),
+        ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"), ({"min_p": 1.5}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"seed": -1}, "seed"), ({"stop": ("",)}, "stop"),
     ],
 )  # fmt: skip

@@ -271,7 +271,7 @@ def op(reference: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 def ops() -> dict[str, Op[Any]]:
     """Every operator by name."""
-    import_module("rlk_ops").load_all()
+    import_module("rlk_ops")  # whose import registers them
     return dict(sorted(_REGISTRY.items()))
 
 

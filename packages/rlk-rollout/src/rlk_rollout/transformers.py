@@ -258,7 +258,8 @@ class _Decoding:
         tokens, logps = sample(
             logits, temperature=sampling.temperature, **options, seeds=self.seeds, positions=positions
         )
-        plain, supports = logps, None
+        plain: Any = logps
+        supports: list[tuple[int, ...] | None] | None = None
         if sampling.truncates and sampling.temperature > 0:
             plain = logp(logits, tokens.clamp(min=0), temperature=sampling.temperature)
             supports = _kept_ids(sampling_support(logits, temperature=sampling.temperature, **options))
