@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -41,26 +42,24 @@ def plan_layout(
         groups: name to fuse group.
         alignment: of every tensor, in bytes.
     """
-    counts: dict[str, int] = {}
-    for member in (groups or {}).values():
-        counts[member] = counts.get(member, 0) + 1
+    counts = Counter((groups or {}).values())
     entries: list[TensorEntry] = []
     origins: dict[tuple[object, ...], TensorEntry] = {}
     offset = 0
     for name, tensor in tensors.items():
-        entry = _entry(name, tensor, cast)
-        group = (groups or {}).get(name)
-        entry = replace(entry, group=None if group is None else f"{group}:{counts[group]}")
+        dtype, transform = _stored_dtype(name, tensor, cast)
+        group = None if groups is None or name not in groups else f"{groups[name]}:{counts[groups[name]]}"
+        nbytes = tensor.numel() * DTYPES[dtype].itemsize
         key = _identity(tensor)
-        if key in origins:
-            entries.append(replace(entry, span=origins[key].span, alias_of=origins[key].name))
-            continue
-        nbytes = tensor.numel() * DTYPES[entry.dtype].itemsize
-        if nbytes:
-            entry = replace(entry, span=Span(0, offset, nbytes))
-            offset += -(-nbytes // alignment) * alignment
-            origins[key] = entry
+        origin = origins.get(key)
+        span = origin.span if origin else Span(0, offset, nbytes) if nbytes else None
+        alias_of = origin.name if origin else None
+        shape = tuple(tensor.shape)
+        entry = TensorEntry(name, dtype, shape, _contiguous(shape), span, group, alias_of, transform)
         entries.append(entry)
+        if origin is None and nbytes:
+            origins[key] = entry
+            offset += -(-nbytes // alignment) * alignment
     return Layout(tuple(entries), offset)
 
 
@@ -98,21 +97,28 @@ def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 
 
 def _as_copyable(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    source = source.detach()
     if destination.dtype == torch.float4_e2m1fn_x2:
         return destination.view(torch.uint8), source.view(torch.uint8)
     return destination, source
 
 
-def _entry(name: str, tensor: torch.Tensor, cast: torch.dtype | None) -> TensorEntry:
+def _stored_dtype(name: str, tensor: torch.Tensor, cast: torch.dtype | None) -> tuple[str, str | None]:
+    """The dtype in which a tensor is stored, and the transform that its entry declares."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
         raise ShapeInvalid(f"tensor {name!r:.80}: expected a dense tensor, got {type(tensor).__name__}")
     dtype = cast if cast is not None and tensor.is_floating_point() else tensor.dtype
     if dtype not in DTYPE_NAMES or tensor.dtype not in DTYPE_NAMES:
         raise DtypeUnknown(f"tensor {name!r:.80}: dtype {tensor.dtype}; known are {', '.join(DTYPES)}")
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    transform = None if dtype == tensor.dtype else f"cast:{DTYPE_NAMES[tensor.dtype]}"
-    return TensorEntry(name, DTYPE_NAMES[dtype], tuple(tensor.shape), tuple(stride), transform=transform)
+    return DTYPE_NAMES[dtype], None if dtype == tensor.dtype else f"cast:{DTYPE_NAMES[tensor.dtype]}"
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = _TORCH_DTYPES
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Bytes [offset, offset + nbytes) of an arena."""
 
     arena: int
@@ -43,9 +42,8 @@ class Span:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor.
+class TensorEntry(NamedTuple):
+    """One tensor; a tuple, because a manifest of a large model holds tens of thousands.
 
     Attributes:
         name: unique, NFC-normalised.
@@ -71,9 +69,7 @@ class TensorEntry:
 
     def to_list(self) -> list[Any]:
         """The entry in the document's order of fields; a list, because 20,000 of them repeat no keys."""
-        span = self.span and [self.span.arena, self.span.offset, self.span.nbytes]
-        row = [self.name, self.dtype, self.shape, self.stride, span, self.group, self.alias_of, self.transform]
-        return [*row, self.digest]
+        return list(self)
 
     @classmethod
     def from_list(cls, row: Any) -> TensorEntry:

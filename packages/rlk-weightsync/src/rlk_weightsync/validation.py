@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
@@ -96,17 +95,21 @@ def _check_arenas(arenas: Iterable[ArenaEntry]) -> None:
 
 
 def _check_types(entry: TensorEntry) -> None:
-    texts = (entry.group, entry.alias_of, entry.transform, entry.digest)
-    if not isinstance(entry.name, str) or not all(isinstance(text, str | None) for text in texts):
+    for text in (entry.group, entry.alias_of, entry.transform, entry.digest):
+        if text is not None and type(text) is not str:
+            raise DocumentInvalid(f"tensor {entry.name!r:.80}: a field is of the wrong type")
+    if type(entry.name) is not str or type(entry.dtype) is not str:
         raise DocumentInvalid(f"tensor {entry.name!r:.80}: a field is of the wrong type")
     if entry.dtype not in DTYPES:
         raise DtypeUnknown(f"tensor {entry.name!r:.80}: dtype {entry.dtype!r:.40}; known are {', '.join(DTYPES)}")
 
 
 def _check_name(name: str) -> None:
-    if not name or len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+    ascii_only = name.isascii()
+    length = len(name) if ascii_only else len(name.encode(errors="surrogatepass"))
+    if not 1 <= length <= MAX_NAME_BYTES:
         raise NameInvalid(f"name {name!r:.80}: expected 1 to {MAX_NAME_BYTES} bytes")
-    if name.isascii():
+    if ascii_only:
         if not name.isprintable():
             raise NameInvalid(f"name {name!r:.80} holds a control character")
         return
@@ -115,28 +118,40 @@ def _check_name(name: str) -> None:
 
 
 def _check_layout(entry: TensorEntry, arenas: tuple[ArenaEntry, ...]) -> None:
-    sizes = (*entry.shape, *entry.stride)
-    if len(entry.shape) != len(entry.stride) or not all(map(_is_int, sizes)):
-        raise ShapeInvalid(f"tensor {entry.name!r:.80}: shape {entry.shape!r:.80}, stride {entry.stride!r:.80}")
     itemsize = DTYPES[entry.dtype].itemsize
-    elements = math.prod(entry.shape)
-    reach = sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True)) + 1 if elements else 0
+    elements, reach = _extent(entry)
     if max(reach, elements) * itemsize > MAX_INTEGER:
         raise ShapeInvalid(f"tensor {entry.name!r:.80}: {entry.shape} elements overflow 64 bits")
-    span = entry.span
-    if span is None:
+    if entry.span is None:
         if elements:
             raise SpanInvalid(f"tensor {entry.name!r:.80}: {elements} elements and no span")
         return
-    if not all(map(_is_int, (span.arena, span.offset, span.nbytes))) or span.arena >= len(arenas):
-        raise SpanInvalid(f"tensor {entry.name!r:.80}: {span} names no arena")
-    arena = arenas[span.arena]
-    if span.offset + span.nbytes > arena.nbytes or span.offset % max(itemsize, arena.alignment):
-        raise SpanInvalid(
-            f"tensor {entry.name!r:.80}: {span} does not lie, aligned, in an arena of {arena.nbytes} bytes"
-        )
-    if reach * itemsize != span.nbytes:
-        raise SpanInvalid(f"tensor {entry.name!r:.80}: {span.nbytes} bytes for {reach} elements of {entry.dtype}")
+    number, offset, nbytes = entry.span
+    if type(number) is not int or not 0 <= number < len(arenas) or not _is_int(offset) or not _is_int(nbytes):
+        raise SpanInvalid(f"tensor {entry.name!r:.80}: {entry.span} names no arena")
+    arena = arenas[number]
+    if offset + nbytes > arena.nbytes or offset % max(itemsize, arena.alignment):
+        raise SpanInvalid(f"tensor {entry.name!r:.80}: {entry.span} does not lie, aligned, in its {arena.nbytes} bytes")
+    if reach * itemsize != nbytes:
+        raise SpanInvalid(f"tensor {entry.name!r:.80}: {nbytes} bytes for {reach} elements of {entry.dtype}")
+
+
+def _extent(entry: TensorEntry) -> tuple[int, int]:
+    """How many elements a tensor has, and how many its bytes must hold."""
+    elements, reach = 1, 1
+    if len(entry.shape) != len(entry.stride):
+        raise ShapeInvalid(f"tensor {entry.name!r:.80}: shape {entry.shape!r:.80}, stride {entry.stride!r:.80}")
+    for size, step in zip(entry.shape, entry.stride, strict=True):
+        # bool is no int here; the checks stand inline because a large model has a hundred thousand sizes.
+        if (
+            type(size) is not int
+            or type(step) is not int
+            or not (0 <= size <= MAX_INTEGER and 0 <= step <= MAX_INTEGER)
+        ):
+            raise ShapeInvalid(f"tensor {entry.name!r:.80}: shape {entry.shape!r:.80}, stride {entry.stride!r:.80}")
+        elements *= size
+        reach += (size - 1) * step
+    return elements, reach if elements else 0
 
 
 def _check_names_unique(tensors: tuple[TensorEntry, ...]) -> None:
