@@ -297,3 +297,27 @@ def test_files_are_whole_or_not_there(tmp_path):
         write_atomic(path, 3)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_settings_changed_on_resume_are_taken_and_recorded(rlk, tmp_path):
+    assert rlk("train", *TINY, "--out", "a")[0] == 0
+    code, _, err = rlk("train", "--resume", "a", "--steps", 5, "--lr", 1e-5)
+    assert (code, err) == (0, "")
+    assert metrics(tmp_path / "a")[-1]["lr"] == 1e-5
+    assert "lr = 1e-05" in (tmp_path / "a/config.toml").read_text()
+
+
+def test_a_checkpoint_of_another_model_is_refused(rlk, tmp_path):
+    assert rlk("train", *TINY, "--out", "a")[0] == 0
+    checkpoint = tmp_path / "a/checkpoints/step-00000004.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    code, _, err = rlk("train", "--resume", "a", "--steps", 5)
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_a_step_that_cannot_go_on_is_one_line(rlk):
+    code, _, err = rlk("train", *TINY, "--out", "a", "--lr", 1e38)
+    assert code == 1
+    assert "the last checkpoint stands" in err
+    assert err.count("\n") == 1

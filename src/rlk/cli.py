@@ -129,7 +129,10 @@ def _train(config: Path | None, out: Path | None, resume: Path | None, overrides
         settings, folder = load_config(config, overrides), out or fresh_folder(Path("runs"))
         if folder.exists():
             raise InputError(f"run folder {folder} exists; go on with --resume {folder}, or choose another --out")
-    loop = Loop(settings, folder, resume=resume is not None, progress=Progress(console), command=sys.argv)
+    changed = [name for name, value in overrides.items() if value is not None]
+    loop = Loop(
+        settings, folder, resume=resume is not None, changed=changed, progress=Progress(console), command=sys.argv
+    )
     with _stopping_on_interrupt(loop.stop, console):
         result = loop.run()
     _write_report(folder, console)

@@ -11,16 +11,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlk.config import RunConfig, load_config
 from rlk.data import Example, Prompts
-from rlk.errors import Interrupted, RunFailed
+from rlk.errors import InputError, Interrupted, RunFailed
 from rlk.files import disk_errors_named
 from rlk.parts import Parts, build_parts
 from rlk.progress import Progress
 from rlk.run_folder import RunFolder
+from rlk_ops import Unsupported
 from rlk_rollout import Rollout, Sampling, derive_seed
 from rlk_score import RewardFailures, attach
-from rlk_train import TooManySkippedSteps, TrainResult
+from rlk_train import CheckpointError, TooManySkippedSteps, TrainResult
+from rlk_weightsync import WeightSyncError
 
 EVALUATION_STREAM, TRAINING_STREAM = 1, 0
 
@@ -51,6 +55,7 @@ class Loop:
         config: see :class:`rlk.config.RunConfig`.
         folder: the run folder; made by :meth:`run`.
         resume: go on from the folder's newest checkpoint.
+        changed: dotted names of the settings that a resumed run changes on purpose.
         progress: shows what happens; None is silent.
         command: how the run was started, for its record.
     """
@@ -61,10 +66,11 @@ class Loop:
         folder: Path,
         *,
         resume: bool = False,
+        changed: Sequence[str] = (),
         progress: Progress | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        self.config, self.resume = config, resume
+        self.config, self.resume, self.changed = config, resume, tuple(changed)
         self.progress = progress or Progress.silent()
         self._folder = RunFolder(folder)
         self._command = tuple(command)
@@ -98,7 +104,7 @@ class Loop:
         """
         started = time.perf_counter()
         parts = build_parts(self.config)
-        with parts.publisher, disk_errors_named(f"free some space, then: rlk train --resume {self._folder.path}"):
+        with parts.publisher, disk_errors_named(f"free some space, then: {self._how_to_resume}"):
             self._open(parts)
             with self.progress.running(self.config.loop.steps, self._step):
                 self._steps(parts)
@@ -111,10 +117,14 @@ class Loop:
             self._folder.create(self.config, self._command, parts)
             self._evaluate(parts)
             return
-        checkpoint = self._folder.newest_checkpoint()
-        extra = parts.worker.load(checkpoint, may_differ=("total_steps",))
+        changed = [name.removeprefix("train.") for name in self.changed if name.startswith("train.")]
+        try:
+            extra = parts.worker.load(self._folder.newest_checkpoint(), may_differ=("total_steps", *changed))
+        except CheckpointError as error:
+            raise InputError(str(error)) from error
         self._step = int(extra["loop_step"])
         self._folder.cut_back(self._step)
+        self._folder.update_config(self.config)
         self._sync(parts)
 
     def _steps(self, parts: Parts) -> None:
@@ -122,10 +132,9 @@ class Loop:
         while self._step < loop.steps:
             if self._stop:
                 self._save(parts)
-                raise Interrupted(
-                    f"stopped after step {self._step}; go on with: rlk train --resume {self._folder.path}"
-                )
-            metrics = self._one_step(parts)
+                raise Interrupted(f"stopped after step {self._step}; go on with: {self._how_to_resume}")
+            with self._failures_named():
+                metrics = self._one_step(parts)
             last = self._step == loop.steps
             if last or (loop.eval_every and self._step % loop.eval_every == 0):
                 metrics["eval/reward"] = self._evaluate(parts)
@@ -143,7 +152,7 @@ class Loop:
         with _timed(seconds, "score"):
             scored = self._score(parts, rollout)
         with _timed(seconds, "train"):
-            result = self._train(parts, scored)
+            result = parts.worker.train(scored)
         self._step += 1
         with _timed(seconds, "sync"):
             self._sync(parts)
@@ -169,15 +178,23 @@ class Loop:
         except RewardFailures as error:
             self._folder.append_samples(self._step + 1, error.rollout)
             self._save(parts)
-            raise RunFailed(
-                f"step {self._step + 1}: {error}; mend the reward, then: rlk train --resume {self._folder.path}"
-            ) from error
+            raise RunFailed(f"step {self._step + 1}: {error}; mend the reward, then: {self._how_to_resume}") from error
 
-    def _train(self, parts: Parts, scored: Rollout) -> TrainResult:
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
+        """Turn what a step can die of into one line that says how to go on."""
+        step = self._step + 1
         try:
-            return parts.worker.train(scored)
-        except TooManySkippedSteps as error:
-            raise RunFailed(f"step {self._step + 1}: {error}") from error
+            yield
+        except torch.OutOfMemoryError as error:
+            remedy = "lower train.micro_batch_tokens or loop.max_batch_sequences"
+            raise RunFailed(f"step {step}: out of memory; {remedy}, then: {self._how_to_resume}") from error
+        except (TooManySkippedSteps, ValueError, Unsupported, WeightSyncError) as error:
+            raise RunFailed(f"step {step}: {error}; the last checkpoint stands: {self._how_to_resume}") from error
+
+    @property
+    def _how_to_resume(self) -> str:
+        return f"rlk train --resume {self._folder.path}"
 
     def _sync(self, parts: Parts) -> None:
         update = parts.worker.publish(parts.publisher)

@@ -77,6 +77,10 @@ class RunFolder:
             raise InputError(f"{self.path} is no run folder: it has no config.toml")
         return load_config(self.path / "config.toml", overrides)
 
+    def update_config(self, config: RunConfig) -> None:
+        """Record the configuration that a resumed run goes on with."""
+        write_atomic(self.path / "config.toml", config.to_toml())
+
     def newest_checkpoint(self) -> Path:
         """The checkpoint of the highest step.
 
