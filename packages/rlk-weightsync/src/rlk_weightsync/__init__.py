@@ -11,8 +11,9 @@ from rlk_weightsync.errors import (
     UpdateRejected,
     WeightSyncError,
 )
+from rlk_weightsync.leases import Update
 from rlk_weightsync.manifest import Manifest
-from rlk_weightsync.publisher import Publisher, Update
+from rlk_weightsync.publisher import Publisher
 from rlk_weightsync.ticket import Receipt, Ticket
 from rlk_weightsync.transports.local import Local
 
