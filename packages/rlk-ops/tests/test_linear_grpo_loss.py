@@ -150,7 +150,7 @@ def test_memory_budget_bounds_what_is_kept_and_made() -> None:
         out.loss.backward()
     logits = int(batch.mask.sum()) * 4096 * 4
     assert max(sizes) <= budget < logits / 8
-    assert linear_grpo_loss.selected(hidden, weight, batch.token_ids, batch.advantages) == "composed"
+    assert linear_grpo_loss.selected(hidden, weight, batch.token_ids, batch.advantages, mask=batch.mask) == "composed"
 
 
 @pytest.mark.parametrize("op", [grpo_loss, linear_grpo_loss], ids=lambda o: o.name)

@@ -36,7 +36,7 @@ def test_one_clip_set_leaves_the_other_at_its_default() -> None:
     assert dataclasses.replace(Objective("grpo"), name="dapo").clip_range == (0.2, 0.28)
 
 
-@pytest.mark.parametrize(("given", "nearest"), [("gpo", "grpo"), ("dapoo", "dapo"), ("reinforced", "reinforce")])
+@pytest.mark.parametrize(("given", "nearest"), [("grppo", "grpo"), ("dapoo", "dapo"), ("reinforced", "reinforce")])
 def test_an_unknown_name_gives_the_nearest(given: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean '{nearest}'"):
         Objective(given)

@@ -159,7 +159,7 @@ def in_a_child(function, *arguments):
 
 
 def _save_for_ever(path, started):
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a forked child has no OpenMP threads to wait for
     for version in range(1, 1_000_000):
         write_checkpoint(path, Checkpoint({"x": torch.full((500_000,), float(version))}, {"version": version}))
         started.set()
@@ -180,6 +180,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 
 
 def _save_on_a_full_disk(path, outcome):
+    torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     try:
         write_checkpoint(path, Checkpoint({"x": torch.full((500_000,), 2.0)}, {"version": 2}))
