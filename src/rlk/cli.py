@@ -131,7 +131,12 @@ def _train(config: Path | None, out: Path | None, resume: Path | None, overrides
             raise InputError(f"run folder {folder} exists; go on with --resume {folder}, or choose another --out")
     changed = [name for name, value in overrides.items() if value is not None]
     loop = Loop(
-        settings, folder, resume=resume is not None, changed=changed, progress=Progress(console), command=["rlk", *sys.argv[1:]]
+        settings,
+        folder,
+        resume=resume is not None,
+        changed=changed,
+        progress=Progress(console),
+        command=["rlk", *sys.argv[1:]],
     )
     with _stopping_on_interrupt(loop.stop, console):
         result = loop.run()
