@@ -70,6 +70,10 @@ class Named:
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40GB"),
+        ("AMD Instinct MI355X OAM", "MI355X"),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
@@ -81,3 +85,4 @@ def test_parts_are_known_by_their_names_and_unknown_ones_are_not_guessed(name, t
 def test_the_table_names_its_sources_and_is_dense():
     assert all(target.source and target.bf16_tflops < 3000 and target.bandwidth_gbs > 500 for target in TARGETS)
     assert len({target.name for target in TARGETS}) == len(TARGETS)
+    assert len({name for target in TARGETS for name in target.reported}) == sum(len(t.reported) for t in TARGETS)

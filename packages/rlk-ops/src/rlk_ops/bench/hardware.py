@@ -19,6 +19,7 @@ class HardwareTarget:
         bandwidth_gbs: memory bandwidth, GB/s.
         memory_gb: memory, GB.
         source: the document that says so.
+        reported: the names under which drivers report it, in lower case.
     """
 
     name: str
@@ -28,33 +29,40 @@ class HardwareTarget:
     bandwidth_gbs: float
     memory_gb: float
     source: str
+    reported: tuple[str, ...]
 
 
-# Dense figures; the makers' sheets often lead with the twice as large sparse ones.
+def _nvidia(name: str, arch: str, tflops: float, bandwidth: float, memory: float, *reported: str) -> HardwareTarget:
+    source = f"NVIDIA {name.split()[0]} datasheet"
+    return HardwareTarget(name, "nvidia", arch, tflops, bandwidth, memory, source, reported)
+
+
+def _instinct(model: str, arch: str, tflops: float, bandwidth: float, memory: float) -> HardwareTarget:
+    reported = tuple(f"amd instinct {model.lower()}{suffix}" for suffix in ("", " oam"))
+    return HardwareTarget(model, "amd", arch, tflops, bandwidth, memory, f"AMD Instinct {model} datasheet", reported)
+
+
+# Dense figures; the makers' sheets often lead with the twice as large sparse ones. B200: a DGX B200's, per GPU.
 TARGETS = (
-    HardwareTarget("A100 SXM 80GB", "nvidia", "sm_80", 312, 2039, 80, "NVIDIA A100 datasheet"),
-    HardwareTarget("L40S", "nvidia", "sm_89", 362, 864, 48, "NVIDIA L40S datasheet"),
-    HardwareTarget("H100 SXM", "nvidia", "sm_90", 989, 3350, 80, "NVIDIA H100 datasheet"),
-    HardwareTarget("H100 PCIe", "nvidia", "sm_90", 756, 2000, 80, "NVIDIA H100 datasheet"),
-    HardwareTarget("H200", "nvidia", "sm_90", 989, 4800, 141, "NVIDIA H200 datasheet"),
-    HardwareTarget("B200", "nvidia", "sm_100", 2250, 8000, 180, "NVIDIA DGX B200 datasheet, per GPU"),
-    HardwareTarget("MI300X", "amd", "gfx942", 1307, 5300, 192, "AMD Instinct MI300X datasheet"),
-    HardwareTarget("MI325X", "amd", "gfx942", 1307, 6000, 256, "AMD Instinct MI325X datasheet"),
-    HardwareTarget("MI350X", "amd", "gfx950", 2300, 8000, 288, "AMD Instinct MI350X datasheet"),
-    HardwareTarget("MI355X", "amd", "gfx950", 2500, 8000, 288, "AMD Instinct MI355X datasheet"),
+    _nvidia("A100 SXM 80GB", "sm_80", 312, 2039, 80, "nvidia a100-sxm4-80gb"),
+    _nvidia("A100 SXM 40GB", "sm_80", 312, 1555, 40, "nvidia a100-sxm4-40gb"),
+    _nvidia("A100 PCIe 80GB", "sm_80", 312, 1935, 80, "nvidia a100 80gb pcie"),
+    _nvidia("L40S", "sm_89", 362, 864, 48, "nvidia l40s"),
+    _nvidia("H100 SXM", "sm_90", 989, 3350, 80, "nvidia h100 80gb hbm3"),
+    _nvidia("H100 PCIe", "sm_90", 756, 2000, 80, "nvidia h100 pcie"),
+    _nvidia("H200", "sm_90", 989, 4800, 141, "nvidia h200"),
+    _nvidia("B200", "sm_100", 2250, 8000, 180, "nvidia b200"),
+    _instinct("MI300X", "gfx942", 1307, 5300, 192),
+    _instinct("MI325X", "gfx942", 1307, 6000, 256),
+    _instinct("MI350X", "gfx950", 2300, 8000, 288),
+    _instinct("MI355X", "gfx950", 2500, 8000, 288),
 )
 
 
 def find_target(device: Device) -> HardwareTarget | None:
-    """The part that a device is, by its name, variants told apart; None where it is not in the table."""
-    words = device.name.upper().replace("-", " ").split()
-    if not device.is_gpu:
-        return None
-    for target in TARGETS:
-        wanted = target.name.upper().split()
-        model, variant = wanted[0], wanted[1] if len(wanted) > 1 else None
-        if model in words and (variant in (None, "SXM") or variant in words):
-            if variant == "SXM" and "PCIE" in words:
-                continue
-            return target
-    return None
+    """The part that a device is, by the exact name that its driver reports; None where the table does not have it.
+
+    A near name is another part: an H100 NVL is no H100 SXM, and a fraction of the wrong peak is worse than none.
+    """
+    wanted = " ".join(device.name.lower().split())
+    return next((target for target in TARGETS if device.is_gpu and wanted in target.reported), None)
