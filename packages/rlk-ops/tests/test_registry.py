@@ -129,6 +129,15 @@ def test_names_are_registered_once():
         op.unregister("one")
 
 
+def test_an_operator_of_another_module_is_not_replaced():
+    def silu(x):
+        return x
+
+    with pytest.raises(ValueError, match=r"'silu' is registered already, by rlk_ops\.ops\.silu"):
+        rlk_ops.op(silu)
+    assert find_op("silu") is rlk_ops.silu
+
+
 def test_importing_is_light_and_needs_no_gpu():
     code = (
         "import sys, rlk_ops; rlk_ops.registry.ops(); "

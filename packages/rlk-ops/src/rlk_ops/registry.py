@@ -263,6 +263,10 @@ def op(reference: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
     def register(function: Callable[..., Any]) -> Op[Any]:
         new = Op(function, **{**defaults, **options})
+        there = _REGISTRY.get(new.name)
+        if there is not None and there.reference.__module__ != function.__module__:
+            place = there.reference.__module__
+            raise ValueError(f"an operator named {new.name!r} is registered already, by {place}; choose another name")
         _REGISTRY[new.name] = new
         return new
 
