@@ -7,8 +7,11 @@ import os
 import pytest
 import torch
 
+from rlk_ops.device import Device
 from rlk_ops.registry import ops
 from rlk_ops.testing import validate
+from rlk_ops.testing.bitwise import masked_slots
+from rlk_ops.testing.trial import Trial
 
 BACKEND = os.environ.get("RLK_TEST_BACKEND", "cpu")
 PAIRS = [(name, impl) for name, op in ops().items() for impl in op.implementations]
@@ -43,3 +46,12 @@ def test_the_choice_does_not_look_at_the_number_of_rows(name):
         pytest.skip("no parameter of this operator carries the batch in its leading dimension")
     twice = {key: torch.cat([value, value]) if key in rows else value for key, value in call.items()}
     assert op.selected(**call) == op.selected(**twice)
+
+
+@pytest.mark.parametrize("name", [name for name, op in ops().items() if op.masked])
+def test_some_case_has_garbage_slots_for_every_parameter_that_may_hold_garbage(name):
+    op = ops()[name]
+    device = Device("cpu")
+    cases = [case for case in op.list_cases() if "bench" not in case.tags]
+    trials = [Trial(op, op.implementations["reference"], case, torch.float32, device) for case in cases]
+    assert {parameter for trial in trials for parameter in masked_slots(trial)} == set(op.masked)

@@ -13,7 +13,9 @@ import rlk_ops
 from rlk_ops.ops.logits import ActiveRows
 from rlk_ops.testing import validate
 from rlk_ops.testing.cli import main
+from rlk_ops.testing.compare import compare
 from rlk_ops.testing.report import Report
+from rlk_ops.testing.tolerance import find_tolerance
 
 pytest_plugins = ["pytester"]
 KEYS = ("temperature", "logit_scale", "softcap", "vocab_size", "support")
@@ -147,6 +149,62 @@ def test_a_false_promise_of_invariance_is_caught():
         rlk_ops.logp.unregister("depends")
     assert not report.passed
     assert report.failures
+
+
+def test_a_choice_by_batch_size_is_caught():
+    rlk_ops.logp.impl("small", reason=lambda logits, *_, **__: None if len(logits) < 3 else "too many rows")(right)
+    try:
+        report = validate(rlk_ops.logp, relations=["invariance"])
+    finally:
+        rlk_ops.logp.unregister("small")
+    assert any("small is eligible for one batch size only" in text for f in report.failures for text in f.details)
+
+
+@torch.library.custom_op("rlk_ops_test::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2.0 * x
+
+
+@torch.library.custom_op("rlk_ops_test::double_badly_described", mutates_args=())
+def double_badly_described(x: torch.Tensor) -> torch.Tensor:
+    return 2.0 * x
+
+
+double.register_fake(torch.empty_like)
+double_badly_described.register_fake(lambda x: x.new_empty((*x.shape, 1)))
+for described in (double, double_badly_described):
+    described.register_autograd(lambda ctx, grad: 2.0 * grad)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.parametrize("custom", [double, double_badly_described], ids=["right", "wrong"])
+def test_custom_operators_are_found_and_checked_as_pytorch_expects_them(custom):
+    def through_custom(x):
+        return rlk_ops.silu.reference(custom(x) / 2.0)
+
+    report = validate(rlk_ops.silu, through_custom, relations=["opcheck"], cases=["ragged"])
+    assert [result.status for result in report.results] == ["passed" if custom is double else "failed"]
+    if custom is double_badly_described:
+        assert "rlk_ops_test.double_badly_described" in str(report)
+
+
+def test_nan_passes_only_where_gold_has_it_and_the_case_says_so():
+    gold, tolerance = (
+        torch.tensor([1.0, torch.nan]),
+        find_tolerance("x", "y", torch.float32, torch.float32, gradient=False),
+    )
+    assert compare("out", gold, gold, tolerance, nan_allowed=True) is None
+    assert "out[1]: got nan, expected nan" in str(compare("out", gold, gold, tolerance))
+    assert "out[0]: got nan" in str(compare("out", torch.tensor([torch.nan] * 2), gold, tolerance, nan_allowed=True))
+    assert "out[1]: got 0" in str(compare("out", torch.tensor([1.0, 0.0]), gold, tolerance, nan_allowed=True))
+    assert compare("out", None, gold, tolerance) == "out: missing"
+
+
+def test_a_broken_reference_does_not_widen_the_tolerance_past_its_cap():
+    gold = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    wrong = (gold * 1.01).float()
+    tolerance = find_tolerance("x", "y", torch.bfloat16, torch.float32, gradient=False)
+    assert compare("out", wrong, gold, tolerance, eager=wrong) is not None
 
 
 def test_missing_checks_of_arguments_are_caught():

@@ -197,6 +197,10 @@ def _tempered(generator: torch.Generator) -> Mapping[str, Any]:
     return {**built, "temperature": 0.5 + torch.rand(2, 5, generator=generator, dtype=torch.float64)}
 
 
+def _masked_temperature(generator: torch.Generator) -> Mapping[str, Any]:
+    return {**_tempered(generator), "mask": torch.rand(2, 5, generator=generator) < 0.6}
+
+
 def _strided(generator: torch.Generator) -> Mapping[str, Any]:
     logits = _random(generator, 50, 2 * 6, scale=3.0).t()[::2]
     return {"logits": logits, "token_ids": _ids(generator, 50, 6, 2)[:, 0]}
@@ -219,6 +223,7 @@ def cases() -> Iterator[Case]:
     yield Case("scale_softcap", _plain((3,), 7, logit_scale=1.7, softcap=2.0, return_entropy=True), smooth)
     yield Case("temperature", _plain((3,), 7, temperature=0.6, return_entropy=True), smooth)
     yield Case("temperature_per_row", _tempered, smooth)
+    yield Case("masked_temperature_per_row", _masked_temperature)
     yield Case("padded_head", _plain((3,), 1, vocab_size=1))
     yield Case("support", _supported, smooth)
     yield Case("support_ids", _supported_ids, smooth)

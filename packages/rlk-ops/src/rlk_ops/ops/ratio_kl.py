@@ -137,6 +137,8 @@ def cases() -> Iterator[Case]:
     for kl in KL_ESTIMATORS:
         yield Case(kl, _build((2, 3), 7, kl=kl, mask=True), smooth)
     yield Case("options", _build((2, 3), 7, temperature=0.7, softcap=3.0, logit_scale=1.3, vocab_size=7), smooth)
+    rising = torch.linspace(0.5, 1.5, 6, dtype=torch.float64).reshape(2, 3)
+    yield Case("masked_temperature_per_row", _build((2, 3), 7, temperature=rising, mask=True))
     yield Case("strided", lambda g: {**_build((6,), 40)(g), "logits": _build((40,), 6)(g)["logits"].t()})
     yield Case("qwen3_8b", _build((8192,), 151936), frozenset({"bench"}))
 

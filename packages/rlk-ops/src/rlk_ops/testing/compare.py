@@ -35,12 +35,13 @@ def compare(
     gold: Tensor,
     tolerance: Tolerance,
     *,
-    eager_error: float = 0.0,
+    eager: Tensor | None = None,
     nan_allowed: bool = False,
 ) -> str | None:
     """None when every element is within its tolerance, else a sentence about the worst one.
 
-    NaN passes only where the gold output has NaN in the same place and the case says that it may.
+    `eager` is the reference in the dtype under test, whose error the tolerance multiplies. NaN passes only where the
+    gold output has NaN in the same place and the case says that it may.
     """
     if actual is None:
         return f"{name}: missing"
@@ -54,6 +55,9 @@ def compare(
     error = error_of(actual, gold)
     if nan_allowed:
         error = torch.where(actual.isnan() & gold.isnan(), 0.0, error)
+    if not bool(error.any()):
+        return None
+    eager_error = worst_finite_error(eager, gold) if eager is not None else 0.0
     allowed = tolerance.allowed(gold.to(torch.float64), eager_error)
     excess = torch.where(error == 0, 0.0, error / allowed)
     if float(excess.max()) <= 1:

@@ -39,13 +39,16 @@ class Tolerance:
         return (self.factor * eager_error + self.floor * (magnitude + rms) + self.tiny).clamp(max=cap)
 
 
-def find_tolerance(op: str, inputs: torch.dtype, output: torch.dtype, *, gradient: bool) -> Tolerance:
+def find_tolerance(op: str, case: str, inputs: torch.dtype, output: torch.dtype, *, gradient: bool) -> Tolerance:
     """The table's entry for an output (or gradient) of one dtype that `op` computed from inputs of another."""
     table, kind, name = _table(), "gradient" if gradient else "output", dtype_name(output)
     if name not in table["default"]:
         raise ValueError(f"tolerances.toml has no table for {name}; it has {', '.join(table['default'])}")
-    own = table["op"].get(op, {}).get(dtype_name(inputs), {}).get(kind, {})
-    return Tolerance(**{"unit": table["unit"][kind], **table["default"][name], **own})
+    own = table["op"].get(op, {})
+    entry = {"unit": table["unit"][kind], **table["default"][name]}
+    for scope in (own, own.get("case", {}).get(case, {})):
+        entry |= scope.get(dtype_name(inputs), {}).get(kind, {})
+    return Tolerance(**entry)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlk_ops.device import Device
 from rlk_ops.registry import REFERENCE, Implementation, Op
 from rlk_ops.testing.case import Case
-from rlk_ops.testing.compare import compare, worst_finite_error
+from rlk_ops.testing.compare import compare
 from rlk_ops.testing.tensors import map_tensors, named_tensors, recast
 from rlk_ops.testing.tolerance import find_tolerance
 
@@ -174,8 +174,8 @@ class Trial:
             name,
             actual,
             gold,
-            find_tolerance(self.op.name, self.dtype, dtype, gradient=gradient),
-            eager_error=worst_finite_error(eager, gold) if eager is not None else 0.0,
+            find_tolerance(self.op.name, self.case.name, self.dtype, dtype, gradient=gradient),
+            eager=eager,
             nan_allowed="extreme" in self.case.tags,
         )
 
@@ -196,7 +196,7 @@ class Trial:
         if not leaves:
             return Run(outputs)
         live = {name: t for name, t in outputs.items() if t.requires_grad}
-        given = self.upstream(outputs) if upstream is None else upstream
+        given = self.upstream(live) if upstream is None else upstream
         if not live:
             return Run(outputs, dict.fromkeys(leaves))
         gradients = torch.autograd.grad(

@@ -229,6 +229,7 @@ def cases() -> Iterator[Case]:
     yield Case("support", _build((2, 3), 9, 4, support=_support, return_entropy=True), smooth)
     yield Case("support_ids", _build((2, 3), 9, 4, support=_support_ids), smooth)
     yield Case("masked", _build((2, 3), 9, 4, mask=_mask, return_entropy=True), smooth)
+    yield Case("masked_temperature_per_row", _build((2, 3), 9, 4, mask=_mask, temperature=_temperatures))
     yield Case("tiled", _build((4,), 9, 4, with_bias=True, return_entropy=True, memory_budget=100), smooth)
     for name, shape in {
         "qwen3_8b": ((8192,), 151936, 4096),
