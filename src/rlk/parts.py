@@ -108,7 +108,7 @@ def build_policy(config: RunConfig) -> tuple[Any, Any]:
     except (RuntimeError, ValueError) as error:
         raise InputError(f"model.device: {error}") from error
     dtype = getattr(torch, config.model.dtype)  # one of rlk.config.DTYPES
-    if config.embedded:
+    if config.model.path is None:
         # Its products are too small to share: with two threads the run took 1.2 to 4 times as long on a busy machine.
         torch.set_num_threads(1)
         tokenizer = make_tokenizer()
