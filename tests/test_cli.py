@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlk.data import load_prompts
 from rlk.files import write_atomic
 
 TINY = ("--steps", "4", "--prompts-per-step", "4", "--n", "4", "--checkpoint-every", "2", "--eval-every", "2")
@@ -128,6 +130,10 @@ BAD_PROMPTS = {
     "wrong messages": (['{"prompt": [{"role": "user"}]}'], 'p.jsonl:1: "prompt" must be text'),
     "no template": (['{"prompt": [{"role": "user", "content": "x"}]}'], "p.jsonl:1: is a chat"),
     "empty file": ([""], "no prompt in it"),
+    "half a surrogate pair": (['{"prompt": "one", "answer": "\\ud800"}'], "p.jsonl:1: holds half of a surrogate pair"),
+    "a huge number": (['{"prompt": "one", "answer": ' + "9" * 5000 + "}"], "p.jsonl:1: cannot be read: Exceeds"),
+    "negative id": (['{"prompt": [1, -1]}'], 'p.jsonl:1: "prompt" must be text'),
+    "id of another vocabulary": (['{"prompt": [1, 99999]}'], "p.jsonl:1: token id 99999 is not among the model's 34"),
     "too long": (['{"prompt": "one"}', json.dumps({"prompt": "one " * 64})], "p.jsonl:2: 64 tokens leave no room"),
 }
 
@@ -156,6 +162,7 @@ def test_bad_prompts_name_file_and_line_and_write_nothing(rlk, tiny_model, tmp_p
         (("train", "--device", "cuda:99"), "model.device"),
         (("train", "--resume", "absent"), "absent is no run folder"),
         (("train", "--resume", "absent", "--out", "b"), "--resume goes on in its own folder"),
+        (("train", "--held-out", "0.5"), "the embedded task brings the held-out prompts"),
         (("report", "absent"), "absent is no run folder"),
         (("export", "absent", "out"), "absent is no run folder"),
         (("doctor", "--plan", "absent.toml"), "absent.toml"),
@@ -176,6 +183,50 @@ def test_a_model_that_cannot_be_loaded_is_one_line(rlk, tiny_model):
     code, _, err = rlk("train", "--model", "./absent", "--prompts", tiny_model / "prompts.jsonl")
     assert code == 2
     assert "no such file or folder" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", b"no weights", "cannot be loaded: SafetensorError"),
+        ("config.json", b"{", "cannot be loaded"),
+        ("tokenizer*", None, "its tokenizer is empty"),
+    ],
+)
+def test_a_damaged_model_is_one_line(rlk, tiny_model, tmp_path, name, damage, message):
+    shutil.copytree(tiny_model / "model", tmp_path / "model")
+    for path in (tmp_path / "model").glob(name):
+        path.unlink()
+    if damage is not None:
+        (tmp_path / "model" / name).write_bytes(damage)
+    code, _, err = rlk("train", "--model", "model", "--prompts", tiny_model / "prompts.jsonl", "--out", "a")
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_reward_whose_module_raises_is_one_line(rlk, tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "raising_reward.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, _, err = rlk(*real(tiny_model, None, "raising_reward:f"), "--out", "a")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "raising_reward:f: importing its module raised ZeroDivisionError" in err
+
+
+@pytest.mark.parametrize("command", ["train", "export"])
+def test_a_folder_that_cannot_be_made_is_one_line(rlk, tmp_path, command):
+    (tmp_path / "file").write_text("")
+    if command == "export":
+        assert rlk("train", *TINY, "--out", "a")[0] == 0
+    argv = ("train", *TINY, "--out", "file/x") if command == "train" else ("export", "a", "file/x")
+    code, _, err = rlk(*argv)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "file/x cannot be made" in err
+
+
+def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
+    path = write(tmp_path, "p.jsonl", '{"prompt": "one\u2028two"}', '{"prompt": "three"}')
+    assert [example["prompt"] for example in load_prompts(path).examples] == ["one\u2028two", "three"]
 
 
 def test_an_existing_run_folder_is_left_alone(rlk, tmp_path):
@@ -212,7 +263,7 @@ def test_a_failing_reward_costs_its_samples_and_then_the_run(rlk, tiny_model, tm
     assert (tmp_path / "b/checkpoints/step-00000000.safetensors").exists()
 
 
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_survives(tmp_path):
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_survives(rlk, tmp_path):
     """A file-size limit makes the second, larger write fail as a full disk does."""
     script = (
         "import resource, sys\n"
@@ -235,8 +286,8 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_survives(tmp_path):
     assert "--resume a" in done.stderr
     assert "Traceback" not in done.stderr
     assert [p.name for p in (tmp_path / "a/checkpoints").iterdir()] == ["step-00000002.safetensors"]
-    resumed = start_rlk("train", "--resume", "a", cwd=tmp_path)
-    assert resumed.wait(120) == 0, resumed.stderr.read()
+    code, _, err = rlk("train", "--resume", "a")
+    assert (code, err) == (0, "")
     assert [row["step"] for row in metrics(tmp_path / "a")] == [1, 2, 3, 4]
 
 
@@ -262,11 +313,11 @@ def test_help_has_examples_and_is_quick_to_import():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", "report", "export"])
+@pytest.mark.parametrize("command", ["train", "doctor", "report", "export", "validate"])
 def test_every_help_has_an_example(rlk, command):
     code, out, _ = rlk(command, "--help")
     assert code == 0
-    assert f"rlk {command}" in out.split("Usage", 1)[1].split("\n", 1)[1]
+    assert f"{command} " in out.lower().split("usage", 1)[1].split("example", 1)[1]
 
 
 def test_doctor_names_machine_versions_and_operators(rlk):
@@ -307,6 +358,21 @@ def test_settings_changed_on_resume_are_taken_and_recorded(rlk, tmp_path):
     assert "lr = 1e-05" in (tmp_path / "a/config.toml").read_text()
 
 
+def test_a_file_and_new_held_out_prompts_may_come_with_resume(rlk, tiny_model, tmp_path):
+    assert rlk(*real(tiny_model), *TINY, "--out", "a", "--held-out", "0.2")[0] == 0
+    other = write(tmp_path, "other.jsonl", json.dumps({"prompt": "english 1 2 3 =", "answer": "one two three"}))
+    (tmp_path / "more.toml").write_text("[train]\nlr = 2e-5\n[data]\nheld_out = 0.1\n[loop]\nsteps = 6\n")
+    argv = ("train", "--config", "more.toml", "--resume", "a", "--steps", 5, "--eval-prompts", other)
+    code, _, err = rlk(*argv)
+    assert (code, err) == (0, "")
+    assert (len(metrics(tmp_path / "a")), metrics(tmp_path / "a")[-1]["lr"]) == (5, 2e-5)
+    assert "<h2>Held-out" not in (tmp_path / "a/report.html").read_text()  # none was asked both times
+    code, _, err = rlk("train", "--resume", "a", "--steps", 3)
+    assert code == 2
+    assert "a has done 5 steps already" in err
+    assert "steps = 5" in (tmp_path / "a/config.toml").read_text()
+
+
 def test_a_checkpoint_of_another_model_is_refused(rlk, tmp_path):
     assert rlk("train", *TINY, "--out", "a")[0] == 0
     checkpoint = tmp_path / "a/checkpoints/step-00000004.safetensors"
@@ -316,8 +382,12 @@ def test_a_checkpoint_of_another_model_is_refused(rlk, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_a_step_that_cannot_go_on_is_one_line(rlk):
-    code, _, err = rlk("train", *TINY, "--out", "a", "--lr", 1e38)
+@pytest.mark.parametrize(
+    ("every", "stands"),
+    [(1, "the last checkpoint stands: rlk train --resume a"), (9, "there is no checkpoint yet: start anew")],
+)
+def test_a_step_that_cannot_go_on_is_one_line_that_says_what_stands(rlk, every, stands):
+    code, _, err = rlk("train", *TINY, "--out", "a", "--lr", 1e38, "--checkpoint-every", every)
     assert code == 1
-    assert "the last checkpoint stands" in err
+    assert stands in err
     assert err.count("\n") == 1

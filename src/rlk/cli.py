@@ -43,7 +43,9 @@ def _option(help: str, panel: str, *names: str) -> Any:
 
 @app.command()
 def train(
-    config: Annotated[Path | None, _option("a TOML file; flags override it", "Run")] = None,
+    config: Annotated[
+        Path | None, _option("a TOML file; flags override it, it overrides a resumed run's", "Run")
+    ] = None,
     out: Annotated[Path | None, _option("the run folder; default: a fresh one under runs/", "Run")] = None,
     resume: Annotated[Path | None, _option("go on from this run folder's newest checkpoint", "Run")] = None,
     steps: Annotated[int | None, _option("rollouts, each with one update", "Run")] = None,
@@ -89,6 +91,7 @@ def train(
         rlk train --model ./model --prompts p.jsonl --reward my_rewards:judge --objective dapo --kl-coef 0.01
         rlk train --config run.toml --steps 500 --eval-every 20
         rlk train --resume runs/a
+        rlk train --config run.toml --resume runs/a --steps 500
 
     A prompt file has one JSON object a line: {"prompt": "..." or [{"role": ..., "content": ...}], "answer": ...}.
     A reward is a function (completion_text, example) -> float | None, by built-in name or module:function.
@@ -116,14 +119,16 @@ def _train(config: Path | None, out: Path | None, resume: Path | None, overrides
 
     console = Console(quiet=quiet)
     with console.status("loading"):
-        from rlk.config import load_config
+        from rlk.config import load_config, read_settings
         from rlk.loop import Loop
         from rlk.progress import Progress
         from rlk.run_folder import RunFolder, fresh_folder
-    if resume is not None and (out is not None or config is not None):
-        raise InputError("--resume goes on in its own folder with its own configuration; drop --out and --config")
+    if resume is not None and out is not None:
+        raise InputError("--resume goes on in its own folder; drop --out")
     sys.path.insert(0, str(Path.cwd()))  # a reward module:function beside the caller
     if resume is not None:
+        given = {name: value for name, value in overrides.items() if value is not None}
+        overrides = {**(read_settings(config) if config else {}), **given}
         folder, settings = resume, RunFolder(resume).config(overrides)
     else:
         settings, folder = load_config(config, overrides), out or fresh_folder(Path("runs"))
@@ -252,7 +257,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _say(str(error), EXIT_BAD_INPUT)
     except USAGE_ERROR as error:
-        return _say(error.format_message(), EXIT_BAD_INPUT)
+        # Without a command there is no message: the help was shown.
+        return _say(message, EXIT_BAD_INPUT) if (message := error.format_message()) else EXIT_BAD_INPUT
+    except SystemExit as error:  # how argparse ends its own --help
+        return error.code if isinstance(error.code, int) else EXIT_OK
     except RunFailed as error:
         return _say(str(error), EXIT_FAILED)
     except Interrupted as error:

@@ -14,6 +14,7 @@ from rlk_rollout import Sampling
 from rlk_train import TrainConfig
 
 NONE = "none"
+HELD_OUT = 0.1
 DTYPES = ("float32", "bfloat16", "float64")
 ENGINES = {"transformers": None, "vllm": "vLLM"}
 TRAINERS = {"local": None, "deepspeed": "DeepSpeed", "fsdp": "FSDP", "ray": "Ray"}
@@ -54,18 +55,22 @@ class DataConfig:
     Attributes:
         prompts: a file of JSON lines; None takes the embedded task's.
         eval_prompts: a file of held-out ones; None holds out a part of `prompts`.
-        held_out: that part, as a fraction; 0 holds out none.
+        held_out: that part, as a fraction; 0 holds out none. Without effect, and so refused, beside `eval_prompts` and
+            for the embedded task, which brings its own.
     """
 
     prompts: str | None = None
     eval_prompts: str | None = None
-    held_out: float = 0.1
+    held_out: float = HELD_OUT
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out={self.held_out}: expected a fraction from 0 to below 1")
         if self.eval_prompts is not None and self.prompts is None:
             raise ValueError("eval_prompts needs prompts: the embedded task brings its own held-out prompts")
+        if self.held_out != HELD_OUT and (self.prompts is None or self.eval_prompts is not None):
+            source = "eval_prompts names" if self.prompts else "the embedded task brings"
+            raise ValueError(f"held_out={self.held_out} has no effect: {source} the held-out prompts; leave it out")
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,13 @@ class LoopConfig:
     weight_digests: str = "full"
 
     def __post_init__(self) -> None:
-        least = {"prompts_per_step": 1, "keep_checkpoints": 1, "max_batch_sequences": 1, "checkpoint_every": 1}
+        least = {
+            "steps": 1,
+            "prompts_per_step": 1,
+            "keep_checkpoints": 1,
+            "max_batch_sequences": 1,
+            "checkpoint_every": 1,
+        }
         for name in ("steps", "prompts_per_step", "seed", "eval_every", "checkpoint_every", "keep_checkpoints",
                      "max_batch_sequences"):  # fmt: skip
             if getattr(self, name) < least.get(name, 0):
@@ -140,6 +151,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature=0: greedy samples have nothing to learn from; use one above 0")
+        if self.sampling.n == 1:
+            raise ValueError("sampling.n=1: an advantage compares the samples of one prompt; use at least 2")
+        if self.sampling.seed != 0:
+            raise ValueError(
+                f"sampling.seed={self.sampling.seed} has no effect: loop.seed decides every draw; set that"
+            )
         if (self.model.path is None) != (self.data.prompts is None):
             raise ValueError("model.path and data.prompts go together: the embedded task has its own model and prompts")
 
@@ -179,6 +196,15 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any]) -> RunCon
             _set(given, name, value)
     config: RunConfig = _build(RunConfig, given, "")
     return config
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file by dotted name, as `load_config` takes them for overrides.
+
+    Raises:
+        InputError: no such file, or not TOML.
+    """
+    return dict(_flat(_read(path)))
 
 
 def _read(path: Path) -> dict[str, Any]:

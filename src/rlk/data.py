@@ -41,7 +41,8 @@ def load_prompts(path: str | Path) -> Prompts:
         InputError: the file is absent or empty, or a line is no such object; names file and line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON allows U+2028 and its like inside a string.
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise InputError(f"prompts {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -73,6 +74,8 @@ def _example(line: str, place: str) -> Example:
         example = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a whole number of thousands of digits
+        raise InputError(f"{place}: cannot be read: {str(error).split(';')[0]}") from error
     if not isinstance(example, dict) or "prompt" not in example:
         raise InputError(f'{place}: expected an object with the key "prompt", got {line.strip()[:80]!r}')
     prompt = example["prompt"]
@@ -80,10 +83,14 @@ def _example(line: str, place: str) -> Example:
         isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
         for item in prompt
     )
-    ids = isinstance(prompt, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in prompt)
+    ids = isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt)
     if not prompt or not (isinstance(prompt, str) or messages or ids):
         raise InputError(
             f'{place}: "prompt" must be text, a list of messages with "role" and "content", or a list of token ids, '
             f"and not empty; got {json.dumps(prompt)[:80]}"
         )
+    try:
+        json.dumps(example, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{place}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text") from error
     return example

@@ -37,6 +37,8 @@ def export_run(run: Path, out: Path) -> Path:
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
             draft.rename(out)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise InputError(f"{out} cannot be made: {error.strerror}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return out

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,16 @@ def keep_lines_until(path: Path, step: int) -> None:
 
 
 @contextmanager
-def disk_errors_named(remedy: str) -> Iterator[None]:
-    """Turn the disk's refusal into one line that says what to do."""
+def disk_errors_named(remedy: str | Callable[[], str]) -> Iterator[None]:
+    """Turn the disk's refusal into one line that says what to do; a callable is asked when it happens."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO):
             raise
         where = f" at {error.filename}" if error.filename else ""
-        raise RunFailed(f"cannot write{where}: {os.strerror(error.errno)}; {remedy}") from error
+        what_to_do = remedy if isinstance(remedy, str) else remedy()
+        raise RunFailed(f"cannot write{where}: {os.strerror(error.errno)}; {what_to_do}") from error
 
 
 def _finite(value: Any) -> Any:

@@ -21,7 +21,7 @@ from rlk.parts import Parts, build_parts
 from rlk.progress import Progress
 from rlk.run_folder import RunFolder
 from rlk_ops import Unsupported
-from rlk_rollout import Rollout, Sampling, derive_seed
+from rlk_rollout import Rollout, derive_seed
 from rlk_score import RewardFailures, attach
 from rlk_train import CheckpointError, TooManySkippedSteps, TrainResult
 from rlk_weightsync import WeightSyncError
@@ -104,7 +104,7 @@ class Loop:
         """
         started = time.perf_counter()
         parts = build_parts(self.config)
-        with parts.publisher, disk_errors_named(f"free some space, then: {self._how_to_resume}"):
+        with parts.publisher, disk_errors_named(lambda: f"free some space; {self._what_stands}"):
             self._open(parts)
             with self.progress.running(self.config.loop.steps, self._step):
                 self._steps(parts)
@@ -123,6 +123,9 @@ class Loop:
         except CheckpointError as error:
             raise InputError(str(error)) from error
         self._step = int(extra["loop_step"])
+        if self._step > self.config.loop.steps:
+            done = f"{self._folder.path} has done {self._step} steps already"
+            raise InputError(f"loop.steps={self.config.loop.steps}: {done}; ask for more")
         self._folder.cut_back(self._step)
         self._folder.update_config(self.config)
         self._sync(parts)
@@ -188,9 +191,15 @@ class Loop:
             yield
         except torch.OutOfMemoryError as error:
             remedy = "lower train.micro_batch_tokens or loop.max_batch_sequences"
-            raise RunFailed(f"step {step}: out of memory; {remedy}, then: {self._how_to_resume}") from error
+            raise RunFailed(f"step {step}: out of memory; {remedy}; {self._what_stands}") from error
         except (TooManySkippedSteps, ValueError, Unsupported, WeightSyncError) as error:
-            raise RunFailed(f"step {step}: {error}; the last checkpoint stands: {self._how_to_resume}") from error
+            raise RunFailed(f"step {step}: {error}; {self._what_stands}") from error
+
+    @property
+    def _what_stands(self) -> str:
+        if self._folder.has_checkpoint:
+            return f"the last checkpoint stands: {self._how_to_resume}"
+        return "there is no checkpoint yet: start anew with another --out"
 
     @property
     def _how_to_resume(self) -> str:
@@ -205,13 +214,8 @@ class Loop:
         """Mean reward of one greedy completion for every held-out prompt."""
         if not len(parts.held_out):
             return None
-        sampling = Sampling(
-            temperature=0.0,
-            max_tokens=self.config.sampling.max_tokens,
-            stop=self.config.sampling.stop,
-            stop_token_ids=self.config.sampling.stop_token_ids,
-            seed=derive_seed(self.config.loop.seed, EVALUATION_STREAM, self._step),
-        )
+        seed = derive_seed(self.config.loop.seed, EVALUATION_STREAM, self._step)
+        sampling = replace(self.config.sampling, n=1, temperature=0.0, top_k=None, top_p=None, min_p=None, seed=seed)
         rollout = parts.engine.generate(parts.held_out.examples, sampling)
         scored = attach(rollout, rewards=parts.rewards, timeout=self.config.reward.timeout, max_failed_fraction=1.0)
         mean = _mean([c.scores.reward for c in scored.completions if c.scores and c.scores.reward is not None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,9 @@ def _rewards(config: RunConfig) -> dict[Reward, float]:
         return {resolve_reward(name): weight for name, weight in zip(config.reward.names, weights, strict=True)}
     except (TypeError, ValueError) as error:
         raise InputError(str(error)) from error
+    except Exception as error:  # the module is the user's code, and may raise anything while it is imported
+        what = f"importing its module raised {type(error).__name__}: {error}"
+        raise InputError(f"reward {', '.join(config.reward.names)}: {what}") from error
 
 
 def load_run_prompts(config: RunConfig) -> tuple[Prompts, Prompts]:
@@ -117,12 +120,28 @@ def build_policy(config: RunConfig) -> tuple[Any, Any]:
         model, tokenizer = load_model(config.model.path, dtype=dtype, device=device)
     except ValueError as error:
         raise InputError(str(error)) from error
+    except Exception as error:  # each file format has errors of its own
+        raise InputError(f"model {config.model.path}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if len(tokenizer) < 2:
+        raise InputError(f"model {config.model.path}: its tokenizer is empty; put tokenizer.json beside the weights")
     return model.eval(), tokenizer
 
 
 def _check_prompts(engine: RolloutEngine, prompts: Prompts) -> None:
+    model: Any = engine.model
+    vocabulary = model.get_input_embeddings().num_embeddings
     for index, example in enumerate(prompts.examples):
+        prompt, place = example["prompt"], prompts.places[index]
+        if not isinstance(prompt, str) and isinstance(prompt[0], int):
+            _check_ids(prompt, vocabulary, place)  # before the tokenizer decodes them
         try:
-            engine.encode(example, index)
+            _check_ids(engine.encode(example, index)[2], vocabulary, place)
         except PromptError as error:
-            raise InputError(f"{prompts.places[index]}: {error.problem}") from error
+            raise InputError(f"{place}: {error.problem}") from error
+
+
+def _check_ids(ids: Sequence[int], vocabulary: int, place: str) -> None:
+    if max(ids) >= vocabulary:
+        raise InputError(
+            f"{place}: token id {max(ids)} is not among the model's {vocabulary}; is it another tokenizer's?"
+        )

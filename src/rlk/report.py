@@ -160,14 +160,16 @@ def _five(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _answers(evaluations: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Held-out prompts with what the model said first and last."""
+    """Held-out prompts with what the model said first and last; only those that were asked both times."""
     if not evaluations:
         return []
-    pairs = zip(evaluations[0][1:], evaluations[-1][1:], strict=True)
+    asked_last = {json.dumps(after["prompt"]): after for after in evaluations[-1][1:]}
+    both = [line for line in evaluations[0][1:] if json.dumps(line["prompt"]) in asked_last]
     return [
-        {"prompt": _prompt_text(before["prompt"]), "answer": before["answer"], "before": before, "after": after}
-        for before, after in list(pairs)[:SHOWN_ANSWERS]
-    ]
+        {"prompt": _prompt_text(line["prompt"]), "answer": line["answer"], "before": line,
+         "after": asked_last[json.dumps(line["prompt"])]}
+        for line in both[:SHOWN_ANSWERS]
+    ]  # fmt: skip
 
 
 def _prompt_text(prompt: Any) -> str:

@@ -59,10 +59,10 @@ class RunFolder:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for name in ("checkpoints", "eval"):
                 (draft / name).mkdir(parents=True)
-            (draft / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-            (draft / "run.json").write_text(to_json(_record(config, command, parts)) + "\n", encoding="utf-8")
+            write_atomic(draft / "config.toml", config.to_toml())
+            write_atomic(draft / "run.json", to_json(_record(config, command, parts)) + "\n")
             draft.rename(self.path)
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
             raise InputError(f"run folder {self.path} cannot be made: {error.strerror}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -80,6 +80,11 @@ class RunFolder:
     def update_config(self, config: RunConfig) -> None:
         """Record the configuration that a resumed run goes on with."""
         write_atomic(self.path / "config.toml", config.to_toml())
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to resume from."""
+        return any(self.checkpoints.glob("step-*.safetensors"))
 
     def newest_checkpoint(self) -> Path:
         """The checkpoint of the highest step.
