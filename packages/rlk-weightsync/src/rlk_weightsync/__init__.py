@@ -8,6 +8,7 @@ from rlk_weightsync.errors import (
     PeerLost,
     Poisoned,
     TransportUnsupported,
+    Uncommitted,
     UpdateRejected,
     WeightSyncError,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "Receipt",
     "Ticket",
     "TransportUnsupported",
+    "Uncommitted",
     "Update",
     "UpdateRejected",
     "WeightSyncError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,17 +14,23 @@ from typing import Literal, Self
 import torch
 
 from rlk_weightsync.adapters.base import Adapter
-from rlk_weightsync.arena import view
-from rlk_weightsync.device import synchronize
-from rlk_weightsync.errors import OutOfOrder, TransportUnsupported, UpdateRejected
-from rlk_weightsync.integrity import verify_digest
+from rlk_weightsync.arena import views
+from rlk_weightsync.errors import (
+    DigestMismatch,
+    OutOfOrder,
+    TransportUnsupported,
+    Uncommitted,
+    UpdateRejected,
+    WeightSyncError,
+)
+from rlk_weightsync.integrity import digest_of_all, verify_digest
 from rlk_weightsync.manifest import Manifest
-from rlk_weightsync.ticket import Receipt, Ticket
-from rlk_weightsync.transports.base import Lease
-from rlk_weightsync.transports.local import Local
+from rlk_weightsync.ticket import OUTCOMES, Receipt, Ticket
+from rlk_weightsync.transports import local
+from rlk_weightsync.transports.base import Connect, Lease
 
 # Closed on purpose: a ticket names a transport, never a class or a function to import.
-CONNECT = {Local.kind: Local().connect}
+CONNECT: Mapping[str, Connect] = {local.Local.kind: local.connect}
 
 
 class ConsumerState(Enum):
@@ -56,7 +63,9 @@ class Consumer:
     Args:
         ticket: from `Update.ticket(rank)`.
         run_id: refuse an update of another run; None takes any.
-        timeout: seconds to wait for the other consumers before installing.
+        model_id: refuse an update of another model; None takes any.
+        model_config_digest: refuse an update of another configuration; None takes any.
+        timeout: seconds to wait for the other consumers, before installing and before committing.
 
     Raises:
         ManifestError: the bytes are no ticket.
@@ -64,7 +73,15 @@ class Consumer:
         UpdateRejected: the update was released or revoked.
     """
 
-    def __init__(self, ticket: bytes, *, run_id: str | None = None, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        ticket: bytes,
+        *,
+        run_id: str | None = None,
+        model_id: str | None = None,
+        model_config_digest: str | None = None,
+        timeout: float = 30.0,
+    ) -> None:
         self._ticket = Ticket.from_bytes(ticket)
         connect = CONNECT.get(self._ticket.transport)
         if connect is None:
@@ -73,11 +90,14 @@ class Consumer:
                 f"transport {self._ticket.transport!r:.40} is not known to this version", f"publish through: {known}"
             )
         self._lease: Lease = connect(self._ticket)
-        self._run_id, self._timeout = run_id, timeout
+        self._expected = {"run_id": run_id, "model_id": model_id, "model_config_digest": model_config_digest}
+        self._timeout = timeout
         self._manifest: Manifest | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._receipt: Receipt | None = None
         self._durations: dict[str, int] = {}
+        self._abandoned = weakref.finalize(self, self._lease.abandoned)
+        self._abandoned.atexit = False
         self.state = ConsumerState.OFFERED
 
     @property
@@ -91,66 +111,51 @@ class Consumer:
         """Check the manifest and the bytes; called again, gives the same.
 
         Returns:
-            Name to tensor. Over the local transport they are this consumer's own copies; treat them as read-only.
+            Name to tensor. Over the local transport they are this consumer's own copies; over others they may be
+            mapped read-only: do not write to them.
 
         Raises:
             ManifestError: a broken rule or a digest that does not fit; nothing was installed.
-            UpdateRejected: another run's update, another manifest than the ticket's, or a revoked one.
+            UpdateRejected: an update of another run or model, another manifest than the ticket's, a stale or revoked
+                one.
         """
         self._require(ConsumerState.OFFERED, ConsumerState.IMPORTED, doing="import")
         if self.state is ConsumerState.OFFERED:
             with self._telling(), self._timed("import"):
                 manifest = Manifest.from_bytes(self._lease.manifest_bytes())
                 self._check(manifest)
-                arenas = []
-                for arena in manifest.arenas:
-                    data = self._lease.read_arena(arena.arena_id)
-                    verify_digest(data, arena.content_digest, f"arena {arena.arena_id} of version {manifest.version}")
-                    arenas.append(data)
-                self._tensors = _tensors(manifest, arenas)
-            self._manifest = manifest
-            self._lease.imported()
-            self.state = ConsumerState.IMPORTED
+                tensors = self._take(manifest)
+                self._lease.imported()
+            self._manifest, self._tensors, self.state = manifest, tensors, ConsumerState.IMPORTED
         return self._tensors
 
-    def install(self, adapter: Adapter, *, caches: Literal["reset"] | Keep) -> Receipt:
-        """Put the weights into an engine: preflight everything first, then write, then see to the caches.
+    def install(self, adapter: Adapter, *, caches: Literal["reset"] | Keep, read_back: bool = False) -> Receipt:
+        """Put the weights into an engine: preflight, write when all can, commit when all have, then caches.
 
         Args:
             adapter: of the engine.
             caches: `"reset"`, or `Keep(reason)`; there is no default, because what a cache holds was computed with the
                 old weights.
+            read_back: compare the engine's tensors with the update's after writing, byte by byte.
 
         Raises:
             UpdateRejected: the preflight refused, or another consumer failed; nothing was written.
-            PeerLost: another consumer did not import in time; nothing was written.
-            WeightSyncError: writing failed half-way; the adapter is poisoned until a full update is installed.
+            PeerLost: another consumer did not import and check it in time; nothing was written.
+            Uncommitted: the weights are in this engine and not in all; it is poisoned until a full update commits.
+            WeightSyncError: writing failed half-way; the engine is poisoned until a full update is installed.
         """
         if caches != "reset" and not isinstance(caches, Keep):
             raise ValueError(f"caches={caches!r}: expected 'reset' or Keep(reason)")
         self._require(ConsumerState.IMPORTED, doing="install")
-        manifest, tensors = self.manifest, self._tensors
-        with self._telling():
-            with self._timed("barrier"):
-                self._lease.await_all_imported(self._timeout)
+        with self._telling(), adapter.fitness.exclusive():
             with self._timed("preflight"):
-                adapter.preflight(manifest, tensors)
+                adapter.fitness.require_healing(self.manifest)
+                adapter.preflight(self.manifest, self._tensors)
+                self._lease.preflighted()
             self.state = ConsumerState.PREFLIGHTED
-            outcomes = self._write(adapter)
-            with self._timed("caches"):
-                action = f"reset: {adapter.reset_caches()}" if caches == "reset" else f"kept: {caches.reason}"
-            spans = {name: entry.span.nbytes if entry.span else 0 for name, entry in manifest.by_name.items()}
-            receipt = Receipt(
-                manifest_id=manifest.manifest_id,
-                version=manifest.version,
-                rank=self._ticket.rank,
-                outcomes=tuple(outcomes.items()),
-                bytes_copied=sum(spans[name] for name, outcome in outcomes.items() if outcome == "copied"),
-                bytes_mapped=sum(spans[name] for name, outcome in outcomes.items() if outcome == "bound"),
-                nanoseconds=tuple(self._durations.items()),
-                caches=action,
-            )
-            self._lease.installed(receipt)
+            with self._timed("barrier"):
+                self._lease.await_all_preflighted(self._timeout)
+            receipt = self._write(adapter, caches, read_back)
         self._receipt, self.state = receipt, ConsumerState.INSTALLED
         return receipt
 
@@ -171,6 +176,7 @@ class Consumer:
         """Let the update go; harmless when repeated."""
         if self.state is not ConsumerState.RELEASED:
             self._tensors = {}
+            self._abandoned.detach()
             self._lease.released()
             self.state = ConsumerState.RELEASED
 
@@ -189,22 +195,76 @@ class Consumer:
             raise UpdateRejected(f"rank {self._ticket.rank} is no consumer of this update")
         if any(arena.generation != self._ticket.generation for arena in manifest.arenas):
             raise UpdateRejected("the slot was filled anew since the ticket was made")
-        if self._run_id is not None and manifest.run_id != self._run_id:
-            raise UpdateRejected(
-                f"the update is of run {manifest.run_id!r:.80}, this engine takes {self._run_id!r:.80}"
-            )
+        if time.time_ns() > manifest.expires_at:
+            raise UpdateRejected(f"version {manifest.version} has expired; publish it anew")
+        for name, expected in self._expected.items():
+            found = getattr(manifest, name)
+            if expected is not None and found != expected:
+                raise UpdateRejected(f"the update is of {name} {found!r:.80}, this engine takes {expected!r:.80}")
 
-    def _write(self, adapter: Adapter) -> Mapping[str, str]:
-        self.state = ConsumerState.INSTALLING
+    def _take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The bytes, checked, as tensors."""
+        arenas = {}
+        for arena in manifest.arenas:
+            data = self._lease.read_arena(arena.arena_id)
+            what = f"arena {arena.arena_id} of version {manifest.version}"
+            if data.numel() != arena.nbytes:
+                raise DigestMismatch(f"{what}: {data.numel()} bytes arrived of {arena.nbytes}")
+            verify_digest(data, arena.content_digest, what)
+            arenas[arena.arena_id] = data
+        tensors = views(manifest.tensors, arenas)
+        for entry in manifest.tensors:
+            if entry.digest is not None:
+                verify_digest(tensors[entry.name].contiguous(), entry.digest, f"tensor {entry.name!r:.80}")
+        return tensors
+
+    def _write(self, adapter: Adapter, caches: Literal["reset"] | Keep, read_back: bool) -> Receipt:
+        manifest, tensors = self.manifest, self._tensors
+        self.state, digest = ConsumerState.INSTALLING, None
         try:
-            with self._timed("install"):
-                outcomes = adapter.install(self.manifest, self._tensors)
-                for device in {tensor.device for tensor in self._tensors.values()}:
-                    synchronize(device)
-                return outcomes
+            with adapter.fitness.undefined_while(f"version {manifest.version}"):
+                with self._timed("install"):
+                    outcomes = adapter.install(manifest, tensors)
+                if read_back:
+                    with self._timed("read_back"):
+                        digest = _compare(adapter, tensors)
+                with self._timed("commit"):
+                    self._commit()
+                with self._timed("caches"):
+                    action = f"reset: {adapter.reset_caches()}" if caches == "reset" else f"kept: {caches.reason}"
+                return self._receipt_of(outcomes, action, digest)
         except BaseException:
             self.state = ConsumerState.POISONED
             raise
+
+    def _commit(self) -> None:
+        manifest = self.manifest
+        try:
+            self._lease.installed(manifest.manifest_id)
+            self._lease.await_commit(self._timeout)
+        except WeightSyncError as error:
+            raise Uncommitted(f"version {manifest.version} is installed and uncommitted: {error}") from error
+
+    def _receipt_of(self, outcomes: Mapping[str, str], caches: str, read_back: str | None) -> Receipt:
+        entries = self.manifest.by_name
+        unknown = {outcome for outcome in outcomes.values() if outcome.partition(":")[0] not in OUTCOMES}
+        if outcomes.keys() != entries.keys() or unknown:
+            raise WeightSyncError(f"the adapter reports outcomes {sorted(unknown)}, or not of every tensor")
+
+        def nbytes(outcome: str) -> int:
+            return sum(entries[name].logical_nbytes for name, got in outcomes.items() if got == outcome)
+
+        return Receipt(
+            manifest_id=self.manifest.manifest_id,
+            version=self.manifest.version,
+            rank=self._ticket.rank,
+            outcomes=tuple(outcomes.items()),
+            bytes_copied=nbytes("copied"),
+            bytes_mapped=nbytes("bound"),
+            nanoseconds=tuple(self._durations.items()),
+            caches=caches,
+            read_back=read_back,
+        )
 
     def _require(self, *states: ConsumerState, doing: str) -> None:
         if self.state not in states:
@@ -226,7 +286,9 @@ class Consumer:
         self._durations[phase] = time.perf_counter_ns() - started
 
 
-def _tensors(manifest: Manifest, arenas: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    nothing = torch.empty(0, dtype=torch.uint8)
-    made = {entry.name: view(entry, arenas[entry.span.arena] if entry.span else nothing) for entry in manifest.tensors}
-    return {entry.name: made[entry.alias_of or entry.name] for entry in manifest.tensors}
+def _compare(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The digest of the engine's tensors, which must be the update's."""
+    found, expected = digest_of_all(adapter.read_back(list(tensors))), digest_of_all(tensors.values())
+    if found != expected:
+        raise DigestMismatch(f"the engine's tensors are not the update's ({found} against {expected})")
+    return found

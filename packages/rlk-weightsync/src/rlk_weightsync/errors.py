@@ -47,6 +47,10 @@ class AliasInvalid(ManifestError):
     """An alias of a tensor that is absent, is an alias itself, or differs in dtype, shape or span."""
 
 
+class ShardInvalid(ManifestError):
+    """A shard that does not lie in its global shape, or whose rank is not of its world."""
+
+
 class GroupIncomplete(ManifestError):
     """A fuse group whose members are not all there."""
 
@@ -94,6 +98,10 @@ class PeerLost(WeightSyncError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         self.ranks = ranks
         super().__init__(message)
+
+
+class Uncommitted(WeightSyncError):
+    """The weights are in this engine and not in every consumer's: it stays out of use until a full update commits."""
 
 
 class Poisoned(WeightSyncError):

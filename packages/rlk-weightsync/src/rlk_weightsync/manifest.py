@@ -1,25 +1,26 @@
 """The manifest: an immutable record of one complete published update, and its canonical bytes.
 
-Canonical bytes are UTF-8 JSON with sorted keys and no white space; integers only, no floats. `manifest_id` is their
-SHA-256. Handles never enter a manifest: they are short-lived and travel in tickets.
+`manifest_id` is the SHA-256 of the canonical bytes (see `codec`). Handles never enter a manifest: they are short-lived
+and travel in tickets.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from rlk_weightsync.errors import DocumentInvalid, SchemaUnsupported, TooLarge
+from rlk_weightsync import codec
+from rlk_weightsync.errors import DocumentInvalid, SchemaUnsupported
 
 SCHEMA = "rlk-weightsync/manifest"
 SCHEMA_VERSION = (1, 0)
-MAX_DOCUMENT_BYTES = 256 << 20
 
 _TORCH_DTYPES = {
     "bool": torch.bool, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
@@ -42,6 +43,24 @@ class Span(NamedTuple):
     nbytes: int
 
 
+class Shard(NamedTuple):
+    """Which part of a larger tensor an entry is.
+
+    Attributes:
+        global_shape: of the whole.
+        offsets: where the part begins, per dimension.
+        axis: the dimension that is cut.
+        rank: of the part's owner.
+        world: how many parts there are.
+    """
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    axis: int
+    rank: int
+    world: int
+
+
 class TensorEntry(NamedTuple):
     """One tensor; a tuple, because a manifest of a large model holds tens of thousands.
 
@@ -51,10 +70,11 @@ class TensorEntry(NamedTuple):
         shape: its sizes.
         stride: in elements, of its bytes in the arena.
         span: its bytes; None for a tensor without elements.
-        group: the fuse group that is installed as one, or None.
+        group: the fuse group that is installed as one, written `NAME:MEMBERS`, or None.
         alias_of: the tensor whose bytes these are (a tied head), or None.
         transform: a declared change since the producer's own tensor (`cast:f32`, from that dtype), or None.
         digest: of its bytes alone, or None.
+        shard: the part of a larger tensor that it is, or None for a whole one.
     """
 
     name: str
@@ -66,16 +86,25 @@ class TensorEntry(NamedTuple):
     alias_of: str | None = None
     transform: str | None = None
     digest: str | None = None
+    shard: Shard | None = None
 
-    def to_list(self) -> list[Any]:
-        """The entry in the document's order of fields; a list, because 20,000 of them repeat no keys."""
-        return list(self)
+    @property
+    def logical_nbytes(self) -> int:
+        """Bytes of its elements; those of its span where the strides leave no gaps."""
+        count = DTYPES[self.dtype].itemsize
+        for size in self.shape:
+            count *= size
+        return count
 
     @classmethod
     def from_list(cls, row: Any) -> TensorEntry:
-        """The inverse of :meth:`to_list`."""
-        name, dtype, shape, stride, span, *rest = row
-        return cls(name, dtype, tuple(shape), tuple(stride), None if span is None else Span(*span), *rest)
+        """An entry from its row in a document: the fields in their order, so that 20,000 rows repeat no keys."""
+        name, dtype, shape, stride, span, group, alias_of, transform, digest, shard = row
+        span = None if span is None else Span(*span)
+        if shard is not None:
+            whole, offsets, axis, rank, world = shard
+            shard = Shard(tuple(whole), tuple(offsets), axis, rank, world)
+        return cls(name, dtype, tuple(shape), tuple(stride), span, group, alias_of, transform, digest, shard)
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,8 @@ class ArenaEntry:
         arena_id: its index.
         nbytes: its size.
         alignment: in bytes, of every tensor in it.
-        device: `cpu`, or the kind and UUID of an accelerator.
+        device: `cpu`, or `gpu:UUID` or `mig:UUID` of an accelerator.
+        host: the boot id of the host whose memory it is.
         generation: how often its slot has been filled.
         content_digest: `algorithm:level:hex` over its bytes, or None at level `off`.
     """
@@ -95,8 +125,24 @@ class ArenaEntry:
     nbytes: int
     alignment: int
     device: str
+    host: str
     generation: int
     content_digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the producer published, so that a loss on the way is seen.
+
+    Attributes:
+        tensors: how many.
+        bytes: of their spans, aliases counted once.
+        groups: fuse groups.
+    """
+
+    tensors: int
+    bytes: int
+    groups: int
 
 
 @dataclass(frozen=True)
@@ -109,9 +155,11 @@ class Producer:
     host: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Manifest:
     """A complete published update. Make one with :class:`rlk_weightsync.Publisher`; it is checked by `validate`.
+
+    Two are equal where their canonical bytes are.
 
     Attributes:
         run_id: of the run; another run's weights are refused.
@@ -123,22 +171,20 @@ class Manifest:
             them, with `layout_fingerprint`.
         tensors: every tensor, in the producer's order.
         arenas: the memory behind them.
-        tensor_count: how many tensors the producer published.
-        total_bytes: of their spans, aliases counted once.
+        counts: what the producer published.
         consumers: the ranks that must install it.
         created_at: nanoseconds since the epoch.
-        expires_at: nanoseconds since the epoch; past it an update nobody holds is stale.
+        expires_at: nanoseconds since the epoch; past it the update is stale and refused.
         producer: see :class:`Producer`.
         requirements: features that a reader must have.
-        extra: fields of a later minor version, kept for the digest.
+        extra: fields of a later minor version with their canonical values, kept for the digest.
     """
 
     run_id: str
     version: int
     tensors: tuple[TensorEntry, ...]
     arenas: tuple[ArenaEntry, ...]
-    tensor_count: int
-    total_bytes: int
+    counts: Counts
     consumers: tuple[int, ...]
     created_at: int
     expires_at: int
@@ -154,6 +200,12 @@ class Manifest:
     schema_minor: int = SCHEMA_VERSION[1]
     extra: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
+    def __eq__(self, other: object) -> bool:
+        return self.canonical == other.canonical if isinstance(other, Manifest) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.manifest_id)
+
     @cached_property
     def manifest_id(self) -> str:
         """SHA-256 of the canonical bytes, as hex."""
@@ -162,17 +214,15 @@ class Manifest:
     @cached_property
     def canonical(self) -> bytes:
         """The canonical bytes."""
-        document: dict[str, Any] = {
-            name: getattr(self, name) for name in _FIELDS if name not in ("tensors", "arenas", "producer")
-        }
+        document: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         document |= {
             "schema": f"{SCHEMA}/{SCHEMA_VERSION[0]}",
-            "tensors": [entry.to_list() for entry in self.tensors],
             "arenas": [vars(entry) for entry in self.arenas],
+            "counts": vars(self.counts),
             "producer": vars(self.producer),
         }
-        document |= {name: json.loads(value) for name, value in self.extra}
-        return encode(document)
+        document |= {name: codec.active_codec().decode(value.encode()) for name, value in self.extra}
+        return codec.encode(document)
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorEntry]:
@@ -188,67 +238,61 @@ class Manifest:
         """
         from rlk_weightsync.validation import validate
 
-        document = decode(data)
+        with _collection_paused():
+            document = codec.decode_rows(data, "tensors", TensorEntry)
+            typed = isinstance(document.get("tensors"), tuple)
+            manifest = cls._from_document(document)
+        codec.require_canonical(data, lambda: manifest.canonical)
+        validate(manifest, typed=typed)
+        return manifest
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Manifest:
         schema = document.pop("schema", None)
         if schema != f"{SCHEMA}/{SCHEMA_VERSION[0]}":
             raise SchemaUnsupported(f"schema {schema!r:.80}: expected {SCHEMA}/{SCHEMA_VERSION[0]}; update the reader")
-        unknown = {name: document.pop(name) for name in list(document) if name not in _FIELDS}
-        minor = document.get("schema_minor")
-        if unknown and not (isinstance(minor, int) and minor > SCHEMA_VERSION[1]):
-            raise DocumentInvalid(f"unknown fields {sorted(unknown)!r:.200} in a manifest of a known minor version")
+        extra = _split_unknown(document)
         try:
-            document["tensors"] = tuple(TensorEntry.from_list(row) for row in document["tensors"])
-            document["arenas"] = tuple(ArenaEntry(**entry) for entry in document["arenas"])
-            document["producer"] = Producer(**document["producer"])
-            for name in ("consumers", "requirements"):
-                document[name] = tuple(document[name])
-            extra = tuple((name, encode(value).decode()) for name, value in sorted(unknown.items()))
-            manifest = cls(**document, extra=extra)
+            return cls(**_records(document), extra=extra)
         except (KeyError, TypeError, ValueError) as error:
             raise DocumentInvalid(f"not a manifest: {str(error)[:200]}") from None
-        validate(manifest)
-        return manifest
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """20,000 rows are 80,000 new containers: collecting amid them doubles the time and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _FIELDS = tuple(f.name for f in fields(Manifest) if f.name != "extra")
 
 
-def _load_codec() -> tuple[Callable[[Any], bytes], Callable[[bytes], Any]]:
-    try:
-        import msgspec
-    except ImportError:
-        return standard_encode, json.loads
-    encoder = msgspec.json.Encoder(order="sorted")
-    return encoder.encode, msgspec.json.Decoder().decode
+def _split_unknown(document: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Take the fields that this reader does not know out of a document, if its minor version may have them."""
+    unknown = {name: document.pop(name) for name in list(document) if name not in _FIELDS}
+    minor = document.get("schema_minor")
+    if unknown and not (isinstance(minor, int) and minor > SCHEMA_VERSION[1]):
+        raise DocumentInvalid(f"unknown fields {sorted(unknown)!r:.200} in a manifest of a known minor version")
+    codec.require_plain(unknown)
+    return tuple((name, codec.encode(value).decode()) for name, value in sorted(unknown.items()))
 
 
-def standard_encode(document: Any) -> bytes:
-    """Canonical bytes by the standard library; a faster codec gives the same ones."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-_encode, _decode = _load_codec()
-
-
-def encode(document: Any) -> bytes:
-    """Canonical bytes of a document of strings, integers, booleans, None, lists and string-keyed mappings."""
-    return _encode(document)
-
-
-def decode(data: bytes) -> dict[str, Any]:
-    """The document behind canonical bytes.
-
-    Raises:
-        TooLarge: more bytes than a document may have.
-        DocumentInvalid: not a JSON object, or not in canonical form.
-    """
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise TooLarge(f"a document of {len(data)} bytes; at most {MAX_DOCUMENT_BYTES}")
-    try:
-        document = _decode(data)
-        canonical = isinstance(document, dict) and encode(document) == data
-    except (ValueError, RecursionError) as error:
-        raise DocumentInvalid(f"not JSON: {str(error)[:200]}") from None
-    if not canonical:
-        raise DocumentInvalid("not a JSON object in canonical form (sorted keys, no white space)")
+def _records(document: dict[str, Any]) -> dict[str, Any]:
+    """A document's nested rows as records; a later minor version may add fields at the top alone."""
+    rows = document["tensors"]
+    typed = isinstance(rows, tuple)
+    document["tensors"] = rows if typed else tuple(TensorEntry.from_list(row) for row in rows)
+    document["arenas"] = tuple(ArenaEntry(**entry) for entry in document["arenas"])
+    document["counts"] = Counts(**document["counts"])
+    document["producer"] = Producer(**document["producer"])
+    for name in ("consumers", "requirements"):
+        if not isinstance(document[name], list):
+            raise TypeError(f"{name}: expected a list")
+        document[name] = tuple(document[name])
     return document

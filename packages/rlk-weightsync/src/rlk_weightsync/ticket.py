@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from rlk_weightsync.codec import MAX_INTEGER, decode, encode
 from rlk_weightsync.errors import DocumentInvalid, SchemaUnsupported, TooLarge
-from rlk_weightsync.manifest import decode, encode
 
 TICKET_SCHEMA = "rlk-weightsync/ticket/1"
 RECEIPT_SCHEMA = "rlk-weightsync/receipt/1"
@@ -22,7 +22,7 @@ class Ticket:
     Attributes:
         manifest_id: of the update.
         rank: of the consumer.
-        nonce: names the lease.
+        nonce: names the lease; like the handle a secret, and not in the repr.
         transport: its kind.
         generation: of the slot, so that a ticket to a slot that was filled anew is refused.
         handle: the transport's own fields, as (name, text) pairs.
@@ -30,10 +30,10 @@ class Ticket:
 
     manifest_id: str
     rank: int
-    nonce: str
+    nonce: str = field(repr=False)
     transport: str
     generation: int
-    handle: tuple[tuple[str, str], ...] = ()
+    handle: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def to_bytes(self) -> bytes:
         """The ticket's canonical bytes."""
@@ -69,8 +69,10 @@ class Receipt:
         outcomes: (name, outcome) per tensor: `bound`, `copied`, `aliased`, or `skipped:reason`.
         bytes_copied: payload bytes written.
         bytes_mapped: payload bytes mapped without a copy.
-        nanoseconds: (phase, duration) pairs: import, barrier, preflight, install, caches.
+        nanoseconds: (phase, duration) pairs: import, preflight, barrier, install, read_back if asked, commit, caches.
         caches: `reset: what was done`, or `kept: reason`.
+        read_back: `algorithm:full:hex` over the engine's tensors as they were after the installation, in the
+            manifest's order; None where it was not asked for.
     """
 
     manifest_id: str
@@ -81,6 +83,7 @@ class Receipt:
     bytes_mapped: int
     nanoseconds: tuple[tuple[str, int], ...]
     caches: str
+    read_back: str | None = None
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -102,9 +105,10 @@ class Receipt:
         numbers = ("version", "rank", "bytes_copied", "bytes_mapped")
         right = all(_natural(document[name]) for name in numbers)
         right = right and all(isinstance(document[name], str) for name in ("manifest_id", "caches"))
+        right = right and isinstance(document["read_back"], str | None)
         outcomes, durations = document["outcomes"], document["nanoseconds"]
         right = right and isinstance(outcomes, list) and all(_is_pair(p) and _is_outcome(p[1]) for p in outcomes)
-        right = right and isinstance(durations, list) and all(_is_pair(pair, int) for pair in durations)
+        right = right and isinstance(durations, list) and all(map(_is_duration, durations))
         if not right:
             raise DocumentInvalid("receipt: a field is of the wrong type")
         pairs = {name: tuple(map(tuple, document[name])) for name in ("outcomes", "nanoseconds")}
@@ -123,11 +127,15 @@ def _document(data: bytes, schema: str, cls: Any) -> dict[str, Any]:
 
 
 def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    return type(value) is int and 0 <= value <= MAX_INTEGER
 
 
-def _is_pair(pair: object, second: type = str) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], second)
+def _is_pair(pair: object) -> bool:
+    return type(pair) is list and len(pair) == 2 and all(type(item) is str for item in pair)
+
+
+def _is_duration(pair: object) -> bool:
+    return type(pair) is list and len(pair) == 2 and type(pair[0]) is str and _natural(pair[1])
 
 
 def _is_outcome(text: str) -> bool:
