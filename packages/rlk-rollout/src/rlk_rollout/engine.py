@@ -227,8 +227,8 @@ class RolloutEngine:
         with self._at_work("installing weights"), Consumer(ticket) as consumer:
             consumer.import_update()
             receipt = consumer.install(self._engine.adapter, caches=caches)
+            self._weight_version = receipt.version  # the weights are in, whether or not the producer hears of it
             consumer.acknowledge(receipt)
-            self._weight_version = receipt.version
         return receipt
 
     def pause(self) -> None:
